@@ -1,0 +1,305 @@
+"""HybridCache: the cache of a hybrid target whose newest rows can be taken back.
+
+A block is the rows of the target forwards since `begin_block` (normally one forward). Attention layers append them;
+GDN layers record compact factors and leave their states alone. `commit(m)` makes exactly the first m rows permanent in
+every layer. Nothing else mutates.
+"""
+
+import torch
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionLayer,
+    StaticCache,
+    StaticLayer,
+)
+from transformers.configuration_utils import PreTrainedConfig
+
+from ..kernels.gated_delta_rule import MAX_ROWS
+from .block_buffers import BlockBuffers
+
+SUPPORTED_LAYER_TYPES = ("linear_attention", "full_attention")
+
+
+class GatedDeltaLayer(LinearAttentionLayer):
+    """States of one GDN layer: `conv_states[0]` `[B, channels, kernel]`, `recurrent_states[0]` `[B, HV, K, V]` fp32.
+
+    Outside a block it behaves as the host's own layer. Within one it is read, and written only by the cache's commit.
+    """
+
+    # Rollback goes through compact factors, so past convolution columns are never kept and every shape stays fixed.
+    is_croppable = True
+    is_compileable = True
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: a block records, not the layer."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused: one layer cannot know the block."""
+        raise RuntimeError("A GDN layer is rolled back by HybridCache.crop or HybridCache.commit, not on its own.")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        for states in (self.conv_states, self.recurrent_states):
+            if states[0] is not None:
+                states[0] = states[0].repeat_interleave(repeats, dim=0)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        for states in (self.conv_states, self.recurrent_states):
+            if states[0] is not None:
+                states[0] = states[0][indices]
+
+
+class HybridCache(Cache):
+    """Cache with block rollback for models of GDN and full attention layers.
+
+    Args:
+        config: the target's config (its text config is taken).
+        max_length: slots of a static cache; None for one that grows.
+
+    Attributes:
+        block_length: rows of the open block, 0 when none is open.
+        token_ids: `[1, n]` the committed tokens, or None when they are not known. Kept by the decoding loops.
+        drafter_context: a drafter's own state over the same tokens, or None. Opaque here.
+    """
+
+    def __init__(self, config: PreTrainedConfig, max_length: int | None = None):
+        super().__init__(layers=_new_layers(config, max_length))
+        self._initialize_block_state(config)
+
+    @classmethod
+    def convert(cls, cache: Cache, config: PreTrainedConfig) -> "HybridCache":
+        """Turns a user's `DynamicCache` or `StaticCache` into a HybridCache in place: the same object, states adopted.
+
+        Raises:
+            TypeError: the cache is of another kind.
+            ValueError: its layers are not those of `config`.
+        """
+        if isinstance(cache, cls):
+            _check_layers(cache, config)
+            return cache
+        if type(cache) not in (DynamicCache, StaticCache):
+            raise TypeError(
+                f"cache must be a DynamicCache, a StaticCache or a HybridCache, got {type(cache).__name__}. "
+                "Pass one of these, or none."
+            )
+        if cache.offloading:
+            raise ValueError("An offloaded cache cannot be rolled back. Pass a DynamicCache without offloading.")
+        if not cache.layers:
+            cache.layers = _new_layers(config, None)
+        _check_layers(cache, config)
+        cache.layers = [_convert_layer(layer) for layer in cache.layers]
+        cache.__class__ = cls
+        cache._initialize_block_state(config)
+        return cache
+
+    def _initialize_block_state(self, config: PreTrainedConfig) -> None:
+        self.num_k_heads = config.get_text_config(decoder=True).linear_num_key_heads
+        self.block_length = 0
+        self.is_recording = False
+        self.token_ids: torch.Tensor | None = None
+        self.drafter_context = None
+        self._block_start = 0
+        self._buffers: dict[torch.device, BlockBuffers] = {}
+        self._buffer_index: dict[int, tuple[torch.device, int]] = {}
+
+    # --- Blocks -------------------------------------------------------------------------------------------------
+
+    @property
+    def committed_length(self) -> int:
+        """Tokens that are permanent."""
+        return self._block_start if self.block_length else int(self.get_seq_length())
+
+    def begin_block(self, length: int) -> None:
+        """Opens a block of `length` rows for the next forward. A block left open by a failed call is discarded.
+
+        Raises:
+            ValueError: `length` is not positive, or a static cache has no room for it.
+            RuntimeError: no prefill has run, so no layer has a state yet.
+        """
+        if length < 1:
+            raise ValueError(f"A block must have at least one row, got {length}.")
+        self.discard_block()
+        self._stack_states(length)
+        start = int(self.get_seq_length())
+        max_length = self.get_max_length()
+        if 0 <= max_length < start + length:
+            raise ValueError(
+                f"A block of {length} rows after {start} tokens does not fit a static cache of {max_length}. "
+                "Allocate max_length + block length, or let generate() create the cache."
+            )
+        self._block_start, self.block_length = start, length
+
+    def extend_block(self, length: int) -> None:
+        """Opens a block of `length` rows, or lets the open one continue by as many in the next forward."""
+        if not self.block_length:
+            self.begin_block(length)
+            return
+        self.block_length += length
+        for buffers in self._buffers.values():
+            buffers.grow(self.block_length)
+
+    def shorten_block(self, length: int) -> None:
+        """Keeps the first `length` rows of the block that has begun; layers yet to run see these only."""
+        if not 1 <= length <= self.block_length:
+            raise ValueError(
+                f"A block of {self.block_length} rows can be shortened to 1..{self.block_length}, got {length}."
+            )
+        self.block_length = length
+
+    def commit(self, commit_length: int) -> None:
+        """Makes the first `commit_length` rows of the block permanent in every layer, and ends the block.
+
+        Raises:
+            RuntimeError: no block is open, or a layer has not run the rows to be committed.
+            ValueError: `commit_length` is not in [0, block_length].
+        """
+        if not self.block_length:
+            raise RuntimeError("commit() needs an open block: call begin_block(n) and run the target first.")
+        if not 0 <= commit_length <= self.block_length:
+            raise ValueError(f"commit_length must be in [0, {self.block_length}], got {commit_length}.")
+        recorded = min(min(buffers.num_recorded) for buffers in self._buffers.values())
+        if recorded < commit_length:
+            raise RuntimeError(
+                f"A GDN layer has run {recorded} rows of the block, {commit_length} were to be committed."
+            )
+        for layer in self.layers:
+            if not isinstance(layer, GatedDeltaLayer) and layer.is_initialized:
+                layer.crop(-(int(layer.get_seq_length()) - self._block_start - commit_length))
+        for buffers in self._buffers.values():
+            buffers.commit(commit_length)
+        self.block_length = 0
+
+    def discard_block(self) -> None:
+        """Takes back every row of an open block; without one, nothing happens."""
+        if self.block_length:
+            self.commit(0)
+
+    def buffers_of(self, layer_idx: int) -> tuple[BlockBuffers, int]:
+        """The block buffers that hold GDN layer `layer_idx`, and its index in their stack."""
+        device, index = self._buffer_index[layer_idx]
+        return self._buffers[device], index
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that blocks occupy beside the states, over all layers."""
+        return sum(buffers.num_bytes for buffers in self._buffers.values())
+
+    # --- The host's spelling ------------------------------------------------------------------------------------
+
+    def activate_past_recording(self) -> None:
+        """From now on the forwards that generate() prepares after the prefill are blocks."""
+        self.is_recording = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """`crop(-k)` is `commit(block_length - k)`; `crop(0)` without an open block does nothing.
+
+        Raises:
+            RuntimeError: there is no block to take rows from.
+            ValueError: `tokens_to_remove` is positive, or larger than the block.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop() takes zero or minus the number of tokens to remove, got {tokens_to_remove}.")
+        if not self.block_length:
+            if tokens_to_remove < 0:
+                raise RuntimeError(
+                    f"{-tokens_to_remove} tokens were to be removed, but no block is open: committed rows of a GDN "
+                    "layer cannot be taken back. Call begin_block(n) before the forward."
+                )
+            return
+        self.commit(self.block_length + tokens_to_remove)
+
+    def reset(self) -> None:
+        self.discard_block()
+        super().reset()
+        self.token_ids = self.drafter_context = None
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._unstack_states()
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._unstack_states()
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._unstack_states()
+        super().batch_select_indices(indices)
+
+    # --- Stacks -------------------------------------------------------------------------------------------------
+
+    def _stack_states(self, num_rows: int) -> None:
+        """Moves the states of the GDN layers into one stack a device, once; the layers keep views."""
+        if self._buffers:
+            for buffers in self._buffers.values():
+                buffers.grow(num_rows)
+            return
+        by_device: dict[torch.device, list[int]] = {}
+        for layer_idx, layer in enumerate(self.layers):
+            if isinstance(layer, GatedDeltaLayer):
+                if layer.recurrent_states[0] is None:
+                    raise RuntimeError(
+                        "begin_block() needs a prefilled cache: run the prompt through the target first."
+                    )
+                by_device.setdefault(layer.recurrent_states[0].device, []).append(layer_idx)
+        for device, layer_indices in by_device.items():
+            members = [self.layers[layer_idx] for layer_idx in layer_indices]
+            buffers = BlockBuffers(
+                [layer.conv_states[0] for layer in members],
+                [layer.recurrent_states[0].float() for layer in members],
+                self.num_k_heads,
+                max(num_rows, MAX_ROWS),
+            )
+            for index, (layer_idx, layer) in enumerate(zip(layer_indices, members, strict=True)):
+                layer.conv_states[0], layer.recurrent_states[0] = (
+                    buffers.conv_states[index],
+                    buffers.recurrent_states[index],
+                )
+                self._buffer_index[layer_idx] = (device, index)
+            self._buffers[device] = buffers
+
+    def _unstack_states(self) -> None:
+        """Before the batch changes: layers are about to replace their views, so the stacks are made anew later."""
+        self.discard_block()
+        self._buffers, self._buffer_index = {}, {}
+
+
+def _layer_types(config: PreTrainedConfig) -> list[str]:
+    layer_types = list(config.get_text_config(decoder=True).layer_types)
+    unknown = sorted(set(layer_types) - set(SUPPORTED_LAYER_TYPES))
+    if unknown:
+        raise ValueError(f"HybridCache holds layers of {', '.join(SUPPORTED_LAYER_TYPES)}, got {', '.join(unknown)}.")
+    return layer_types
+
+
+def _new_layers(config: PreTrainedConfig, max_length: int | None) -> list:
+    def new_attention_layer():
+        return DynamicLayer() if max_length is None else StaticLayer(max_cache_len=max_length)
+
+    return [
+        GatedDeltaLayer() if kind == "linear_attention" else new_attention_layer() for kind in _layer_types(config)
+    ]
+
+
+def _check_layers(cache: Cache, config: PreTrainedConfig) -> None:
+    expected = _layer_types(config)
+    given = [
+        "linear_attention" if isinstance(layer, LinearAttentionLayer) else "full_attention" for layer in cache.layers
+    ]
+    if given != expected:
+        raise ValueError(
+            f"The cache does not match the model: it has {len(given)} layers ({given.count('linear_attention')} GDN), the "
+            f"model {len(expected)} ({expected.count('linear_attention')} GDN). Pass a cache made for this model, or none."
+        )
+
+
+def _convert_layer(layer):
+    if not isinstance(layer, LinearAttentionLayer) or isinstance(layer, GatedDeltaLayer):
+        return layer
+    converted = GatedDeltaLayer(number_of_states=layer.number_of_states)
+    converted.__dict__.update(layer.__dict__)
+    converted.record_past = False
+    if layer.record_past and layer.conv_states[0] is not None:
+        # A recording layer may hold more columns than the kernel needs.
+        converted.conv_states[0] = layer.conv_states[0][..., -layer.conv_kernel_size[0] :].clone()
+    return converted
