@@ -72,7 +72,8 @@ def commit_causal_conv(conv_states: torch.Tensor, rows: torch.Tensor, commit_len
     layers, batch, channels, _ = conv_states.shape
     if (*rows.shape[:2], rows.shape[3]) != (layers, batch, channels) or rows.shape[2] == 0:
         raise ValueError(
-            f"rows must be [L, B, N, C] with L, B, C = {layers}, {batch}, {channels} and N >= 1, got {tuple(rows.shape)}."
+            f"rows must be [L, B, N, C] with N >= 1 and L, B, C = {layers}, {batch}, {channels}, "
+            f"got {tuple(rows.shape)}."
         )
     if isinstance(commit_length, torch.Tensor):
         if commit_length.numel() != 1 or commit_length.dtype not in (torch.int32, torch.int64):

@@ -33,13 +33,10 @@ def verify_gated_delta_rule(
 ) -> torch.Tensor:
     """As `gated_delta_rule.verify_gated_delta_rule`."""
     rows = query.shape[1]
-    key, query = _normalised(key), _normalised(query)
-    if rows == 1:
-        z, g, output = _verify_one_row(query, key, value, log_decay, beta, recurrent_state)
-    else:
-        z, g, output = _verify_rows(query, key, value, log_decay, beta, recurrent_state)
+    verify = _verify_one_row if rows == 1 else _verify_rows
+    output, z, unit_key, g = verify(query, key, value, log_decay, beta, recurrent_state)
     factors.z[:, :rows] = z
-    factors.k[:, :rows] = key
+    factors.k[:, :rows] = unit_key
     factors.g[:, :rows] = g
     return output.to(value.dtype)
 
@@ -51,7 +48,7 @@ def commit_gated_delta_rule(
     rows = int(commit_length)
     if rows == 0:
         return
-    layers, batch, num_v_heads, k_dim, v_dim = recurrent_states.shape
+    layers, batch, _, k_dim, v_dim = recurrent_states.shape
     num_k_heads = factors.k.shape[3]
     g = factors.g[:, :, :rows]
     z, last = factors.z[:, :, :rows], g[:, :, -1]
@@ -71,44 +68,47 @@ def _normalised(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _verify_one_row(query, key, value, log_decay, beta, recurrent_state):
-    """The recurrence itself, in the host's order of operations: (z, g, output), each with its row dimension."""
-    num_k_heads, k_dim = key.shape[2:]
-    group = value.shape[2] // num_k_heads
-    query, key = (x[:, 0].unsqueeze(2).expand(-1, -1, group, -1).flatten(1, 2).unsqueeze(-1) for x in (query, key))
+    """The recurrence itself, in the host's order of operations: (output, z, k, g) of one row."""
+    unit_key, query = _normalised(key), _normalised(query)
+    group = value.shape[2] // key.shape[2]
+    k, q = (x[:, 0].unsqueeze(2).expand(-1, -1, group, -1).flatten(1, 2).unsqueeze(-1) for x in (unit_key, query))
     state = recurrent_state * log_decay[:, 0].exp()[..., None, None]
-    z = (value[:, 0].float() - (state * key).sum(dim=-2)) * beta[:, 0].float().unsqueeze(-1)
-    state += key * z.unsqueeze(-2)
-    output = (state * (query / k_dim**0.5)).sum(dim=-2)
-    return z.unsqueeze(1), log_decay, output.unsqueeze(1)
+    z = (value[:, 0].float() - (state * k).sum(dim=-2)) * beta[:, 0].float().unsqueeze(-1)
+    state += k * z.unsqueeze(-2)
+    output = (state * (q / k.shape[-2] ** 0.5)).sum(dim=-2)
+    return output.unsqueeze(1), z.unsqueeze(1), unit_key, log_decay
 
 
 def _verify_rows(query, key, value, log_decay, beta, recurrent_state):
-    """Equations 3 and 10 for n >= 2: (z, g, output), each `[B, n, ...]`."""
-    rows, num_k_heads, k_dim = key.shape[1:]
-    heads = (num_k_heads, value.shape[2] // num_k_heads)
+    """Equations 3 and 10 for n >= 2: (output, z, k, g), each `[B, n, ...]`.
 
-    # Keys above queries, so that the state and the keys are each read by one product.
-    keys_queries = torch.cat([key, query], dim=1).transpose(1, 2)
-    read = keys_queries.unsqueeze(2) @ recurrent_state.unflatten(1, heads)
-    overlap = (keys_queries @ key.permute(0, 2, 3, 1)).unsqueeze(2)
+    At these sizes the time is the number of torch calls, so keys and queries share every call that can take both.
+    """
+    batch, rows, num_k_heads, k_dim = key.shape
+    num_v_heads = value.shape[2]
+    unit = _normalised(torch.cat([key, query], dim=1))
+    grouped = unit.transpose(1, 2).unsqueeze(2).expand(-1, -1, num_v_heads // num_k_heads, -1, -1)
+    keys_queries = grouped.reshape(batch * num_v_heads, 2 * rows, k_dim)
+    read = keys_queries.bmm(recurrent_state.flatten(0, 1))
+    overlap = keys_queries.bmm(keys_queries[:, :rows].mT)
 
     g = log_decay.cumsum(dim=1)
-    per_head = g.transpose(1, 2).unflatten(1, heads)
-    gamma = (per_head.unsqueeze(-1) - per_head.unsqueeze(-2)).masked_fill_(_later_rows(rows, key.device), -torch.inf)
-    gamma = gamma.exp_()
-    decay = per_head.exp().unsqueeze(-1)
-    beta = beta.float().transpose(1, 2).unflatten(1, heads).unsqueeze(-1)
-    value = value.float().transpose(1, 2).unflatten(1, heads)
+    beta, head_g = (_per_head(x, batch * num_v_heads, rows, 1) for x in (beta, g))
+    value = _per_head(value, batch * num_v_heads, rows, value.shape[3])
+    # Above the diagonal the exponent would be positive; it is masked first, and its entries are dropped by tril.
+    gamma = (head_g - head_g.mT).clamp_(max=0).exp_()
+    overlap = overlap.unflatten(1, (2, rows)).mul_(gamma.unsqueeze(1)).tril_()
+    decay = head_g.exp()
 
-    # The solver takes the diagonal for ones and ignores what is above it, so H needs no further masking.
-    system = overlap[..., :rows, :] * gamma * beta
-    z = torch.linalg.solve_triangular(
-        system, (value - decay * read[..., :rows, :]) * beta, upper=False, unitriangular=True
-    )
-    output = (decay * read[..., rows:, :] + (overlap[..., rows:, :] * gamma) @ z) * k_dim**-0.5
-    z, output = (x.flatten(1, 2).transpose(1, 2) for x in (z, output))
-    return z, g, output
+    # H's diagonal is one; the solver does not read the entries that stand there.
+    right_side = torch.addcmul(value, decay, read[:, :rows], value=-1).mul_(beta)
+    z = torch.linalg.solve_triangular(overlap[:, 0] * beta, right_side, upper=False, unitriangular=True)
+    scale = k_dim**-0.5
+    output = torch.baddbmm(decay * read[:, rows:], overlap[:, 1], z, beta=scale, alpha=scale)
+    output, z = (x.unflatten(0, (batch, num_v_heads)).transpose(1, 2) for x in (output, z))
+    return output, z, unit[:, :rows], g
 
 
-def _later_rows(rows: int, device: torch.device) -> torch.Tensor:
-    return torch.ones(rows, rows, dtype=torch.bool, device=device).triu_(1)
+def _per_head(rows: torch.Tensor, heads: int, num_rows: int, width: int) -> torch.Tensor:
+    """`[B, n, HV, ...]` as fp32 `[B * HV, n, width]`."""
+    return rows.float().transpose(1, 2).reshape(heads, num_rows, width)
