@@ -12,13 +12,15 @@ from transformers.utils.hub import cached_file
 from .dflash.modeling_dflash import DFlash2Drafter, DFlashDrafter
 from .drafter import Drafter
 from .drafter_checkpoint import WEIGHTS, WEIGHTS_INDEX, load_drafter, shard_names
+from .dspark.modeling_dspark import DSparkDrafter
 from .published_config import read_published_config
-
+from .ready.modeling_ready import ReadyDrafter
 
 logger = logging.get_logger(__name__)
 
 DRAFTER_CLASSES: dict[str, type[Drafter]] = {
-    drafter_class.config_class.family: drafter_class for drafter_class in (DFlashDrafter, DFlash2Drafter)
+    drafter_class.config_class.family: drafter_class
+    for drafter_class in (DFlashDrafter, DFlash2Drafter, DSparkDrafter, ReadyDrafter)
 }
 
 

@@ -13,21 +13,20 @@ Training uses the same pieces without a `DraftContext`, any number of blocks in 
     logits = drafter.logits(hidden)                                      # [1, N*B, V]; row k: see drafter.alignment
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers import initialization as init
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from transformers import PreTrainedConfig
 
 from .draft_context import DraftContext
+from .drafter_backbone import DrafterBackbone
 from .drafter_config import Alignment, AttentionSpan, DrafterConfig
-from .drafter_layers import BlockInput, DrafterLayer, DrafterRMSNorm, KeyValues, Rotation, block_mask
+from .drafter_layers import block_mask
 
 
 @dataclass(frozen=True)
@@ -54,35 +53,11 @@ class BoundTarget:
     forbidden: Tensor
 
 
-class Drafter(PreTrainedModel):
-    """Base of the block drafters; see the module docstring for its life.
-
-    Attributes:
-        target_layer_ids: 0-based target layers whose OUTPUT (residual stream after the layer) is tapped.
-        recurrent_layer_ids: target GDN layers whose committed recurrent state `propose` needs; empty but for ReaDy.
-    """
-
-    config_class = DrafterConfig
-    base_model_prefix = ""
-    _supports_sdpa = True
-    _no_split_modules: ClassVar[list[str]] = ["DrafterLayer"]
-    layer_class: ClassVar[type[DrafterLayer]] = DrafterLayer
-    recurrent_layer_ids: tuple[int, ...] = ()
+class Drafter(DrafterBackbone):
+    """Base of the block drafters; see the module docstring for its life."""
 
     def __init__(self, config: DrafterConfig):
         super().__init__(config)
-        features = len(config.target_layer_ids) * config.hidden_size
-        self.fc = nn.Linear(features, config.hidden_size, bias=False)
-        self.hidden_norm = DrafterRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList([self.layer_class(config, i) for i in range(config.num_hidden_layers)])
-        self.norm = DrafterRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = Qwen3RotaryEmbedding(config)
-        if config.draft_vocab_size is not None:
-            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-            # Target id of draft id i is i + d2t[i], as speculators stores it.
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        self.target_layer_ids = tuple(config.target_layer_ids)
-        self.spans = config.attention_spans
         self._block_size = config.block_size
         self._target: BoundTarget | None = None
 
@@ -170,7 +145,7 @@ class Drafter(PreTrainedModel):
 
     def _forbidden(self, head: nn.Module, limit: int) -> Tensor:
         if self.config.draft_vocab_size is not None:
-            ids = self._target_ids(torch.arange(self.config.draft_vocab_size, device=self.device))
+            ids = self.target_ids(torch.arange(self.config.draft_vocab_size, device=self.device))
         else:
             # A head may be padded beyond the vocabulary.
             columns = getattr(head, "out_features", self.config.vocab_size)
@@ -185,86 +160,13 @@ class Drafter(PreTrainedModel):
             )
         return self._target
 
-    def _target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Target ids of columns of the logits."""
-        if self.config.draft_vocab_size is None:
-            return draft_ids
-        return draft_ids + self.d2t[draft_ids]
-
-    # ------------------------------------------------------------------------------------------------ pure forward
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """features [S, K*H], the taps concatenated in listed order -> the one context row that all layers share,
-        [1, S, H], in the drafter's dtype."""
-        width = self.fc.in_features
-        if features.dim() != 2 or features.shape[1] != width:
-            raise ValueError(
-                f"features must be [positions, {width}] ({len(self.target_layer_ids)} taps of {self.config.hidden_size}), "
-                f"of one sequence; got {tuple(features.shape)}."
-            )
-        features = features.to(device=self.fc.weight.device, dtype=self.fc.weight.dtype)
-        return self.hidden_norm(self.fc(features)).unsqueeze(0)
-
-    def rotation(self, positions: Tensor) -> Rotation:
-        """cos and sin of positions [R] in the drafter's dtype."""
-        cos, sin = self.rotary_emb(self.fc.weight, positions.unsqueeze(0))
-        return Rotation(cos.unsqueeze(1), sin.unsqueeze(1))
-
-    def project_context(self, features: Tensor, positions: Tensor) -> list[KeyValues]:
-        """Every layer's keys and values of all given positions (no window is applied here; masks do that).
-
-        features [S, K*H], positions [S] int64. Differentiable.
-        """
-        fused, rotation = self.fuse(features), self.rotation(positions)
-        return [layer.self_attn.keys_values(fused, rotation) for layer in self.layers]
-
-    def block_masks(
-        self, positions: Tensor, context_positions: Tensor, rows_per_block: int
-    ) -> dict[AttentionSpan, Tensor]:
-        """The mask of every kind of layer, [R, S + R] bool; see `drafter_layers.block_mask` for the rule."""
-        return {span: block_mask(span, positions, context_positions, rows_per_block) for span in set(self.spans)}
-
     def embed_block(self, anchors: Tensor, rows_per_block: int) -> Tensor:
         """Input rows of N blocks: each anchor [N] int64 followed by mask tokens -> [1, N * rows_per_block, H]."""
         embedding = self.target.embedding.weight
         ids = torch.full((anchors.shape[0], rows_per_block), self.config.mask_token_id, device=embedding.device)
         ids[:, 0] = anchors
-        rows = F.embedding(ids.flatten(), embedding).to(device=self.fc.weight.device, dtype=self.fc.weight.dtype)
+        rows = F.embedding(ids.flatten(), embedding).to(device=self.compute_device, dtype=self.compute_dtype)
         return rows.unsqueeze(0) * self.config.input_embedding_scale
-
-    def forward(
-        self,
-        inputs_embeds: Tensor,
-        positions: Tensor,
-        context: Sequence[KeyValues],
-        masks: Mapping[AttentionSpan, Tensor | None],
-        rows_per_block: int | None = None,
-        recurrent_states: Mapping[int, Tensor] | None = None,
-    ) -> Tensor:
-        """Hidden rows of one or many blocks, after the final norm.
-
-        Args:
-            inputs_embeds: [1, R, H], from `embed_block`.
-            positions: [R] int64, absolute.
-            context: per layer, S rows of keys and values (S may differ between kinds of layers).
-            masks: per span, [R, S + R] bool, or None where every row sees everything.
-            rows_per_block: R is N blocks of this many rows; None means one block.
-            recurrent_states: target layer -> [N, HV, K, V], the committed state before each block's anchor. Only
-                ReaDy reads it.
-
-        Returns [1, R, H].
-        """
-        rows_per_block = rows_per_block or positions.shape[0]
-        rotation = self.rotation(positions)
-        states = self.gather_states(recurrent_states)
-        hidden = inputs_embeds
-        for layer, span, key_values in zip(self.layers, self.spans, context, strict=True):
-            hidden = layer(hidden, BlockInput(rotation, key_values, masks[span], rows_per_block, states))
-        return self.norm(hidden)
-
-    def gather_states(self, recurrent_states: Mapping[int, Tensor] | None) -> Tensor | None:
-        """The recurrent states that the layers read; None in families that read none."""
-        return None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [.., H] -> fp32 logits [.., V] of the borrowed head (or of the own reduced head), scaled and capped
@@ -273,7 +175,7 @@ class Drafter(PreTrainedModel):
         weight = getattr(head, "weight", None)
         if weight is not None and weight.is_floating_point():
             hidden = hidden.to(device=weight.device, dtype=weight.dtype)
-        logits = head(hidden).to(self.fc.weight.device).float() * self.config.output_multiplier
+        logits = head(hidden).to(self.compute_device).float() * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
         return torch.tanh(logits / cap) * cap if cap else logits
 
@@ -299,16 +201,17 @@ class Drafter(PreTrainedModel):
         """
         if positions.shape != features.shape[:1]:
             raise ValueError(f"positions must be [{features.shape[0]}], one per row, got {tuple(positions.shape)}.")
-        context.length += features.shape[0]
+        count = features.shape[0]
         reachable = [span.context_rows for span in self.spans]
         if None not in reachable:
-            start = max(0, features.shape[0] - max(reachable))
+            start = max(0, count - max(reachable))
             features, positions = features[start:], positions[start:]
-        fused, positions = self.fuse(features), positions.to(self.fc.weight.device)
+        fused, positions = self.fuse(features), positions.to(self.compute_device)
         for layer, rows, kept in zip(self.layers, reachable, context.layers, strict=True):
             start = 0 if rows is None else max(0, positions.shape[0] - rows)
             rotation = self.rotation(positions[start:])
             kept.append(layer.self_attn.keys_values(fused[:, start:], rotation), positions[start:])
+        context.length += count
 
     @torch.no_grad()
     def propose(
@@ -336,7 +239,7 @@ class Drafter(PreTrainedModel):
         if context.length == 0:
             raise ValueError("The context is empty: observe the taps of the prompt before proposing.")
         rows = self.block_size
-        offsets = torch.arange(rows, device=self.fc.weight.device)
+        offsets = torch.arange(rows, device=self.compute_device)
         positions = offsets + (position.to(offsets.device) if isinstance(position, Tensor) else position)
         hidden = self(
             self.embed_block(anchor.view(1), rows),
@@ -357,7 +260,7 @@ class Drafter(PreTrainedModel):
         """Top-1 tokens of the draft rows: hidden [D, H] (after the final norm), anchor [1] int64."""
         logits = self.proposal_logits(hidden)
         tokens = logits.argmax(-1)
-        return draft_of(self._target_ids(tokens), tokens, logits)
+        return draft_of(self.target_ids(tokens), tokens, logits)
 
     # ------------------------------------------------------------------------------------------------ bookkeeping
 
@@ -384,11 +287,6 @@ class Drafter(PreTrainedModel):
         }
 
     @classmethod
-    def adapt_config(cls, config: DrafterConfig, shapes: Mapping[str, tuple[int, ...]]) -> DrafterConfig:
-        """The configuration with what published files leave to the tensors' shapes (name -> shape)."""
-        return config
-
-    @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike, **kwargs: Any) -> "Drafter":
         """As `AutoDrafter.from_pretrained`, for a checkpoint of this class; raises ValueError for another's."""
         # auto.py knows every family and so imports this module.
@@ -401,11 +299,6 @@ class Drafter(PreTrainedModel):
                 "AutoDrafter.from_pretrained picks the class."
             )
         return drafter
-
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if module is self and self.config.draft_vocab_size is not None:
-            init.zeros_(self.d2t)
 
 
 def draft_of(tokens: Tensor, columns: Tensor, logits: Tensor) -> Draft:

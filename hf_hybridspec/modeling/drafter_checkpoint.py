@@ -11,7 +11,6 @@ from torch import Tensor
 from .drafter import Drafter
 from .drafter_config import DrafterConfig
 
-
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 
@@ -36,7 +35,7 @@ def load_drafter(
 ) -> Drafter:
     """Builds `drafter_class(config)` and fills it from safetensors files, in eval mode.
 
-    Raises ValueError for an unreadable file, and one ValueError listing all missing, unexpected and mis-shaped tensors.
+    Raises ValueError for an unreadable file, or listing all missing, unexpected and mis-shaped tensors.
     """
     tensors = rename_tensors(read_tensors(files), config)
     config = drafter_class.adapt_config(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})

@@ -1,7 +1,7 @@
-"""What the three drafter families share in a configuration: backbone sizes, taps, the block, and what a layer may see.
+"""What the drafter families share in a configuration: backbone sizes, taps, the block, and what a layer may see.
 
-`DrafterConfig` holds one normalised view of every published layout (`published_config.py` reads them); `published_form`
-is the way back, the JSON that is written next to saved weights.
+`DrafterConfig` holds one normalised view of every published layout (`published_config.py` reads them), and
+`published_form` is the way back, the JSON that is written next to saved weights.
 """
 
 import json
@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from .published_config import read_published_config
-
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"
@@ -64,7 +63,8 @@ class DrafterConfig(PreTrainedConfig):
         num_target_layers: decoder layers of the target; None where the checkpoint does not say.
         block_size: rows of one drafter block, the anchor's row included.
         mask_token_id: id whose embedding fills every row but the anchor's; it is never proposed.
-        sample_from_anchor: True when row 0 is a draft row (`SHIFTED`), False when it predicts nothing (`SAME_POSITION`).
+        sample_from_anchor: True when row 0 is a draft row (`SHIFTED`), False when it predicts nothing
+            (`SAME_POSITION`).
         is_causal: overrides every layer's causality inside the block; None means sliding layers are causal and full
             layers bidirectional.
         sliding_window: positions that a sliding layer sees, the row itself counted.
@@ -219,7 +219,7 @@ class DrafterConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs) -> "DrafterConfig":
-        """Reads any published layout (see `published_config.read_published_config`); raises ValueError as that does."""
+        """Reads any published layout (see `published_config.read_published_config`) and raises as that does."""
         return_unused = kwargs.pop("return_unused_kwargs", False)
         published = read_published_config(config_dict)
         if published.family != cls.family:

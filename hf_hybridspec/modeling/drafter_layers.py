@@ -113,7 +113,7 @@ class BlockInput:
 
 
 class DrafterLayer(nn.Module):
-    """Pre-norm decoder layer. Families override `attend` and `feed_forward` to wrap a sublayer."""
+    """Pre-norm decoder layer. Families override `attend` and `feed_forward` to wrap a sublayer, or `forward`."""
 
     def __init__(self, config: DrafterConfig, layer_idx: int):
         super().__init__()

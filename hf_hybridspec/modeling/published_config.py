@@ -21,7 +21,6 @@ from .published_keys import (
     SHARED_KEYS,
 )
 
-
 NESTED_SECTIONS = ("dspark_config", "dflash_config")
 ROPE_NOISE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
@@ -222,8 +221,8 @@ def _speculators_alignment(raw: Mapping[str, Any], family: str) -> bool | None:
     missing = (raw.get("block_size") or 0) - (methods[0].get("speculative_tokens") or 0)
     if missing not in (0, 1):
         raise ValueError(
-            "A speculators DSpark drafter needs sample_from_anchor, or proposal_methods with speculative_tokens equal to "
-            "block_size or block_size - 1; this config.json has neither. Pass sample_from_anchor=True or False."
+            "A speculators DSpark drafter needs sample_from_anchor, or proposal_methods with speculative_tokens equal "
+            "to block_size or block_size - 1; this config.json has neither. Add sample_from_anchor to it."
         )
     return missing == 0
 

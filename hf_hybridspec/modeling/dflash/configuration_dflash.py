@@ -6,7 +6,7 @@ from ..drafter_config import DrafterConfig
 
 
 class DFlashConfig(DrafterConfig):
-    """DFlash: row k of the block predicts the token at its own position, so a block of B rows has B - 1 draft tokens."""
+    """DFlash: row k of the block predicts the token at its own position: B rows hold B - 1 draft tokens."""
 
     model_type = "hybridspec_dflash"
     published_architecture = "DFlashDraftModel"

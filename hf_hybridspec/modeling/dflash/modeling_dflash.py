@@ -39,7 +39,7 @@ class BlockConvolution(nn.Module):
         return self.kernel_projection(x).view(x.shape[1], 2, self.taps, -1)
 
     def convolve(self, x: Tensor, dynamic: Tensor, side: int, rows_per_block: int) -> Tensor:
-        """y[t] = sum_o (base[o] + dynamic[t, o]) * x[t - o] within each block, zero before its first row; x [1, R, H]."""
+        """y[t] = sum_o (base[o] + dynamic[t, o]) * x[t - o] within each block, x [1, R, H], zero before a block."""
         blocks = x.view(-1, rows_per_block, x.shape[-1])
         output = torch.zeros_like(blocks)
         for offset in range(self.taps):
@@ -80,7 +80,7 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
 
     def forward(self, hidden: Tensor, previous: Tensor, candidates: Tensor, logits: Tensor) -> Tensor:
-        """Scores [.., C] fp32 of candidates [.., C] (ids, with their logits [.., C]) after previous [..] at hidden [.., H]."""
+        """Scores [.., C] fp32 of candidates [.., C] (their logits [.., C]) after previous [..] at hidden [.., H]."""
         wanted = self.predecessor_codebook[previous] * self.hidden_projection(hidden)
         return logits + torch.einsum("...r,...cr->...c", wanted, self.successor_codebook[candidates])
 

@@ -1,0 +1,66 @@
+"""State reader: turns committed recurrent states into per-row features of a draft block (ReaDy).
+
+The math is in `state_reader_reference.py`. Sizes: N blocks of B draft rows, J states (selected layers times value
+heads), rank r, state [K, V], hidden size d.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .state_reader_reference import project_states_reference, read_projected_states_reference
+
+RMS_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class ProjectedStates:
+    """What the rows of a round read: projected [N, J, r, K] = V^T (S / rms(S)), log_rms [N, J]; both fp32."""
+
+    projected: Tensor
+    log_rms: Tensor
+
+
+def project_states(states: Tensor, value_projection: Tensor) -> ProjectedStates:
+    """Normalises and projects the states, once per round.
+
+    Args:
+        states: [N, J, K, V], floating (the cache keeps fp32); not mutated.
+        value_projection: [J, V, r].
+
+    Raises ValueError for shapes that do not match.
+    """
+    if states.dim() != 4 or value_projection.dim() != 3:
+        raise ValueError(
+            "states must be [N, J, K, V] and value_projection [J, V, r], got "
+            f"{tuple(states.shape)} and {tuple(value_projection.shape)}."
+        )
+    if (states.shape[1], states.shape[3]) != tuple(value_projection.shape[:2]):
+        raise ValueError(
+            f"value_projection {tuple(value_projection.shape)} does not fit states {tuple(states.shape)}: "
+            f"it must be [{states.shape[1]}, {states.shape[3]}, r]."
+        )
+    return ProjectedStates(*project_states_reference(states, value_projection, RMS_EPS))
+
+
+def read_projected_states(
+    states: ProjectedStates, hidden: Tensor, query_projection: Tensor, key_projection: Tensor
+) -> Tensor:
+    """Reads the projected states with each draft row.
+
+    Args:
+        states: of the N blocks.
+        hidden: [N, B, d], the rows' representation, floating.
+        query_projection: [J, r, d] (W_q). key_projection: [J, r, K] (U).
+
+    Returns [N, B, J * (r + 1)] fp32: per state the r reads, then log rms. Raises ValueError for shapes that do not
+    match.
+    """
+    N, J, r, K = states.projected.shape
+    expected = {"query_projection": (J, r, hidden.shape[-1]), "key_projection": (J, r, K)}
+    for name, tensor in (("query_projection", query_projection), ("key_projection", key_projection)):
+        if tuple(tensor.shape) != expected[name]:
+            raise ValueError(f"{name} must be {expected[name]}, got {tuple(tensor.shape)}.")
+    if hidden.dim() != 3 or hidden.shape[0] != N:
+        raise ValueError(f"hidden must be [{N}, B, d], one block per set of states, got {tuple(hidden.shape)}.")
+    return read_projected_states_reference(states.projected, states.log_rms, hidden, query_projection, key_projection)
