@@ -1,6 +1,6 @@
 """The GDN layer of a target: the host's own forward outside a block, verification with compact factors within one.
 
-The class of a live module is swapped for a subclass of the same name, so weights, names and tensor-parallel plans stay.
+The class of a live module is swapped for a subclass of the same name: weights, names and tensor-parallel plans stay.
 """
 
 import functools

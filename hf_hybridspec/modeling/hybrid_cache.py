@@ -61,6 +61,8 @@ class HybridCache(Cache):
         block_length: rows of the open block, 0 when none is open.
         token_ids: `[1, n]` the committed tokens, or None when they are not known. Kept by the decoding loops.
         drafter_context: a drafter's own state over the same tokens, or None. Opaque here.
+        is_recording: whether forwards that generate() prepares after the prefill are blocks.
+        prefill_length: rows that the prefill of the call under way feeds, when the cache already holds others.
     """
 
     def __init__(self, config: PreTrainedConfig, max_length: int | None = None):
@@ -97,6 +99,7 @@ class HybridCache(Cache):
         self.num_k_heads = config.get_text_config(decoder=True).linear_num_key_heads
         self.block_length = 0
         self.is_recording = False
+        self.prefill_length: int | None = None
         self.token_ids: torch.Tensor | None = None
         self.drafter_context = None
         self._block_start = 0
@@ -190,6 +193,11 @@ class HybridCache(Cache):
     def activate_past_recording(self) -> None:
         """From now on the forwards that generate() prepares after the prefill are blocks."""
         self.is_recording = True
+
+    def stop_recording(self) -> None:
+        """Ends what `activate_past_recording` began; an open block is discarded."""
+        self.discard_block()
+        self.is_recording, self.prefill_length = False, None
 
     def crop(self, tokens_to_remove: int) -> None:
         """`crop(-k)` is `commit(block_length - k)`; `crop(0)` without an open block does nothing.
@@ -288,8 +296,10 @@ def _check_layers(cache: Cache, config: PreTrainedConfig) -> None:
     ]
     if given != expected:
         raise ValueError(
-            f"The cache does not match the model: it has {len(given)} layers ({given.count('linear_attention')} GDN), the "
-            f"model {len(expected)} ({expected.count('linear_attention')} GDN). Pass a cache made for this model, or none."
+            f"The cache does not match the model: it has {len(given)} layers "
+            f"({given.count('linear_attention')} GDN), the "
+            f"model {len(expected)} ({expected.count('linear_attention')} GDN). Pass a cache made for "
+            "this model, or none."
         )
 
 

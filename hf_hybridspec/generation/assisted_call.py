@@ -1,0 +1,163 @@
+"""One generate() call with a drafter: which loop takes it, its prefill, and its output."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
+
+from ..modeling.drafter import Drafter
+from ..modeling.hybrid_cache import HybridCache
+from ..modeling.sparse_moe import has_router
+from ..modeling.split_forward import SplitForward
+from ..modeling.taps import Taps
+from ..modeling.target import split_obstacle, text_model
+from .cache_reuse import Resumption
+from .candidate_generator import HybridSpecCandidateGenerator
+from .decoding import DecodingState, decode
+from .draft_session import DraftSession
+from .emission import Emission
+from .length_policies import LengthPolicy, check_policy, default_policy
+from .outputs import HybridSpecGenerateOutput
+from .statistics import GenerationStatistics
+from .verification import TokenVerifier
+
+logger = logging.get_logger(__name__)
+
+PATHS = ("auto", "round", "host")
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """What a call asks of us beside transformers' own arguments; None stands for the default."""
+
+    length_policy: LengthPolicy | None = None
+    decoding_path: str = "auto"
+
+    def __post_init__(self):
+        if self.decoding_path not in PATHS:
+            raise ValueError(f"decoding_path must be one of {', '.join(PATHS)}, got {self.decoding_path!r}.")
+
+
+@dataclass
+class AssistedCall:
+    """The parts of one call; `run_rounds` is our loop, `candidate_generator` serves the host's.
+
+    Attributes:
+        resumption: how the prompt continues the cache.
+    """
+
+    model: PreTrainedModel
+    drafter: Drafter
+    cache: HybridCache
+    options: CallOptions
+    resumption: Resumption
+    logits_processor: LogitsProcessorList
+    stopping_criteria: StoppingCriteriaList
+    generation_config: GenerationConfig
+    streamer: BaseStreamer | None
+    attention_mask: torch.Tensor | None
+
+    def __post_init__(self):
+        is_sparse = any(has_router(layer.mlp) for layer in text_model(self.model).layers)
+        self.policy = self.options.length_policy or default_policy(is_sparse, self.drafter.num_draft_tokens)
+        check_policy(self.policy, self.drafter.num_draft_tokens)
+        path, reason = self._choose_path()
+        self.statistics = GenerationStatistics(path, self.policy.name, reason)
+        num_padding = 0 if self.attention_mask is None else int((self.attention_mask == 0).sum())
+        self.drafting = DraftSession(self.drafter, self.cache, num_padding)
+        self.candidate_generator = HybridSpecCandidateGenerator(
+            self.drafting,
+            self.cache,
+            self.policy,
+            self.stopping_criteria,
+            self.generation_config.max_length,
+            self.statistics,
+        )
+
+    def taps(self, on_features) -> Taps:
+        """Hands the tapped features of the target's own forwards to `on_features`."""
+        return Taps(text_model(self.model), self.drafter.target_layer_ids, on_features)
+
+    def run_rounds(self, input_ids: torch.Tensor, model_kwargs: dict):
+        """Prefills and decodes in rounds; returns what generate() returns."""
+        emission = Emission(input_ids, self.stopping_criteria, self.generation_config, self.streamer)
+        verifier = TokenVerifier(self.logits_processor, self.generation_config.do_sample)
+        position_ids = model_kwargs["position_ids"]
+        try:
+            with self.taps(self.drafting.observe):
+                outputs = self.model._prefill(input_ids, self.generation_config, dict(model_kwargs))
+            first = verifier.verify(input_ids, input_ids.new_empty(0), outputs.logits[0, -1:])
+            del outputs
+            emission.append(first, emission.admit(first))
+            decode(
+                DecodingState(
+                    SplitForward(
+                        text_model(self.model), self.model.get_output_embeddings(), self.drafter.target_layer_ids
+                    ),
+                    self.cache,
+                    self.drafting,
+                    self.policy,
+                    verifier,
+                    emission,
+                    self.statistics,
+                    position_ids[..., -1:] + 1,
+                    self.attention_mask,
+                )
+            )
+            emission.end()
+        finally:
+            self.cache.token_ids = self.resumption.committed_ids(emission.input_ids, self.cache)
+        return self._output(emission)
+
+    def _output(self, emission: Emission):
+        if not self.generation_config.return_dict_in_generate:
+            return emission.input_ids
+        return HybridSpecGenerateOutput(
+            sequences=emission.input_ids,
+            scores=emission.scores,
+            logits=emission.logits,
+            cache=self.cache,
+            statistics=self.statistics,
+        )
+
+    def _choose_path(self) -> tuple[str, str]:
+        """The loop that takes this call, and why it is the host's."""
+        reason = self._round_obstacle()
+        wanted = self.options.decoding_path
+        if wanted == "host":
+            return "host", "asked for by decoding_path='host'"
+        if reason is None:
+            return "round", ""
+        if wanted == "round":
+            raise ValueError(f"decoding_path='round' cannot serve this call: {reason}. Use 'auto' or 'host'.")
+        logger.warning_once(f"This call is decoded in transformers' own loop: {reason}.")
+        return "host", reason
+
+    def _round_obstacle(self) -> str | None:
+        config = self.generation_config
+        if config.return_dict_in_generate and (config.output_hidden_states or config.output_attentions):
+            return "hidden states or attentions are to be returned"
+        return split_obstacle(self.model)
+
+
+def draft_after_prefill(generator: CandidateGenerator) -> CandidateGenerator:
+    """Lets a stock generator propose nothing with the prefill, whose rows cannot be taken back. Returns it."""
+    get_candidates, update = generator.get_candidates, generator.update_candidate_strategy
+    is_prefilled = False
+
+    def get_candidates_after_prefill(input_ids, **kwargs):
+        return get_candidates(input_ids, **kwargs) if is_prefilled or kwargs else (input_ids, None)
+
+    def update_after_prefill(*args, **kwargs):
+        nonlocal is_prefilled
+        if is_prefilled or generator.requires_model_outputs:
+            update(*args, **kwargs)
+        is_prefilled = True
+
+    generator.get_candidates, generator.update_candidate_strategy = get_candidates_after_prefill, update_after_prefill
+    return generator

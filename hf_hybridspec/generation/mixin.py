@@ -1,0 +1,286 @@
+"""How generate() of an attached model reaches the two loops. The only file that overrides transformers' hooks."""
+
+import inspect
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS, GenerationMode
+from transformers.utils import logging
+
+from ..kernels.gated_delta_rule import MAX_ROWS
+from ..modeling.drafter import Drafter
+from ..modeling.hybrid_cache import HybridCache
+from ..modeling.target import input_embedding
+from .assisted_call import AssistedCall, CallOptions, draft_after_prefill
+from .cache_reuse import Resumption, resume
+from .length_policies import LengthPolicy, parse_policy
+from .outputs import HybridSpecGenerateOutput
+from .prefill import prefill_head
+from .statistics import GenerationStatistics
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class Attachment:
+    """What attach() leaves on a model.
+
+    Attributes:
+        drafter: drafts in every call that names no other assistant, or None.
+        length_policy: of calls that name none; None for the stated default.
+        statistics: of the newest assisted call.
+    """
+
+    drafter: Drafter | None = None
+    length_policy: LengthPolicy | None = None
+    statistics: GenerationStatistics | None = None
+
+
+class HybridSpecGenerationMixin:
+    """Goes before a stock class: lossless assisted decoding on hybrid targets."""
+
+    # Blocks roll the recurrent state back, so transformers' guard against stateful models does not apply.
+    _is_stateful = False
+
+    @property
+    def generation_statistics(self) -> GenerationStatistics | None:
+        """Statistics of the newest assisted call on this model."""
+        return self._hybridspec.statistics
+
+    def generate(self, *args, **kwargs):
+        """transformers' generate, every argument with its meaning, and two more.
+
+        Args:
+            length_policy: a LengthPolicy or its name (`full`, `static:6`); how many rows a round verifies.
+            decoding_path: `auto` (default), `round` or `host`.
+        """
+        call = inspect.signature(GenerationMixin.generate).bind_partial(self, *args, **kwargs)
+        if self._hybridspec.drafter is not None and _names_no_assistant(call, self.generation_config):
+            obstacle = _drafting_obstacle(call, self.generation_config)
+            if obstacle is None:
+                call.arguments["assistant_model"] = self._hybridspec.drafter
+            else:
+                logger.warning_once(f"The attached drafter is left out of this call: {obstacle}.")
+        call.arguments.pop("self")
+        extra = call.arguments.pop("kwargs", {})
+        return super().generate(**call.arguments, **extra)
+
+    def _prepare_generation_config(self, generation_config, **kwargs):
+        length_policy = kwargs.pop("length_policy", None) or self._hybridspec.length_policy
+        if isinstance(length_policy, str):
+            length_policy = parse_policy(length_policy)
+        options = CallOptions(length_policy, kwargs.pop("decoding_path", "auto"))
+        generation_config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+        # Private like the host's own notes on the copy it makes for the call.
+        generation_config._hybridspec_options = options
+        return generation_config, model_kwargs
+
+    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        drafter = generation_mode_kwargs.get("assistant_model")
+        if not isinstance(drafter, Drafter):
+            return super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
+        others = {key: value for key, value in generation_mode_kwargs.items() if key != "assistant_model"}
+        super()._validate_generation_mode(generation_mode, generation_config, others)
+        if generation_mode == GenerationMode.ASSISTED_GENERATION:
+            _refuse_unsupported(generation_config)
+            drafter.bind(input_embedding(self), self.get_output_embeddings(), self.config)
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ):
+        is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
+        if not is_assisted and not generation_config.is_assistant:
+            return super()._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+        if generation_config.use_cache is False:
+            raise ValueError("Assisted decoding needs a cache: leave use_cache out or set it to True.")
+        kind = generation_config.cache_implementation
+        if model_kwargs.get("cache") is not None:
+            # The host refuses a cache beside cache_implementation.
+            super()._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+            model_kwargs["cache"] = HybridCache.convert(model_kwargs["cache"], self.config)
+        elif kind in (None, "dynamic", "hybrid", *ALL_STATIC_CACHE_IMPLEMENTATIONS):
+            is_static = kind in ALL_STATIC_CACHE_IMPLEMENTATIONS
+            # A block may reach beyond the last token that is kept.
+            model_kwargs["cache"] = HybridCache(self.config, max_cache_length + MAX_ROWS if is_static else None)
+        else:
+            raise ValueError(
+                f"cache_implementation {kind!r} cannot be rolled back. Use 'dynamic' or 'static' with an assistant."
+            )
+        if generation_config.is_assistant:
+            model_kwargs["cache"].activate_past_recording()
+
+    def _valid_auto_compile_criteria(self, model_kwargs, generation_config):
+        if isinstance(model_kwargs.get("cache"), HybridCache):
+            return False
+        return super()._valid_auto_compile_criteria(model_kwargs, generation_config)
+
+    def prepare_inputs_for_generation(
+        self, input_ids, next_sequence_length=None, cache=None, is_first_iteration=False, **kwargs
+    ):
+        if isinstance(cache, HybridCache) and cache.is_recording:
+            if is_first_iteration and cache.prefill_length is not None:
+                next_sequence_length, cache.prefill_length = cache.prefill_length, None
+            elif not is_first_iteration and cache.committed_length:
+                cache.extend_block(next_sequence_length or input_ids.shape[1])
+        return super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            cache=cache,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+
+    def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
+        cache = model_kwargs.get("cache")
+        if generation_config.is_assistant and isinstance(cache, HybridCache) and not cache.committed_length:
+            # An assistant is cropped by one token more than it drafted: the prompt's last token must be a block row.
+            head = input_ids[:, :-1]
+            if head.shape[1]:
+                mask = model_kwargs.get("attention_mask")
+                self(head, attention_mask=None if mask is None else mask[:, :-1], cache=cache, logits_to_keep=1)
+        return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
+
+    def _get_candidate_generator(self, generation_config, *args, **kwargs):
+        call = getattr(generation_config, "_hybridspec_call", None)
+        if call is not None:
+            return call.candidate_generator
+        return draft_after_prefill(super()._get_candidate_generator(generation_config, *args, **kwargs))
+
+    def _assisted_decoding(
+        self,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        synced_gpus=False,
+        streamer=None,
+        inputs_tensor=None,
+        assistant_model=None,
+        assistant_tokenizer=None,
+        tokenizer=None,
+        **model_kwargs,
+    ):
+        _refuse_batch(input_ids, model_kwargs)
+        cache = model_kwargs["cache"]
+        resumption = _resume(cache, input_ids, generation_config, model_kwargs)
+        taps = nullcontext()
+        if isinstance(assistant_model, Drafter):
+            call = AssistedCall(
+                self,
+                assistant_model,
+                cache,
+                generation_config._hybridspec_options,
+                resumption,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                streamer,
+                model_kwargs.get("attention_mask"),
+            )
+            self._hybridspec.statistics = call.statistics
+            if call.statistics.path == "round":
+                return call.run_rounds(input_ids, model_kwargs)
+            generation_config._hybridspec_call = call
+            taps = call.taps(call.candidate_generator.on_features)
+        try:
+            with taps:
+                prefill_head(self, cache, input_ids, resumption, generation_config, model_kwargs)
+                output = super()._assisted_decoding(
+                    input_ids,
+                    logits_processor,
+                    stopping_criteria,
+                    generation_config,
+                    synced_gpus=synced_gpus,
+                    streamer=streamer,
+                    inputs_tensor=inputs_tensor,
+                    assistant_model=assistant_model,
+                    assistant_tokenizer=assistant_tokenizer,
+                    tokenizer=tokenizer,
+                    **model_kwargs,
+                )
+        except BaseException:
+            cache.token_ids = None
+            raise
+        finally:
+            cache.stop_recording()
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        cache.token_ids = resumption.committed_ids(sequences, cache)
+        if isinstance(assistant_model, Drafter) and not isinstance(output, torch.Tensor):
+            output = HybridSpecGenerateOutput(**output, statistics=call.statistics)
+        return output
+
+
+def _names_no_assistant(call: inspect.BoundArguments, defaults: GenerationConfig) -> bool:
+    """Whether the call leaves the choice of an assistant to the model."""
+    if call.arguments.get("assistant_model") is not None or call.arguments.get("custom_generate") is not None:
+        return False
+    asked = _asked(call, defaults)
+    assistants = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "is_assistant")
+    return not any(asked(name) for name in assistants)
+
+
+def _drafting_obstacle(call: inspect.BoundArguments, defaults: GenerationConfig) -> str | None:
+    """Why the attached drafter cannot serve a call that did not ask for it, or None."""
+    asked = _asked(call, defaults)
+    if (asked("num_beams") or 1) > 1 or (asked("num_return_sequences") or 1) > 1:
+        return "it searches beams or returns several sequences"
+    if asked("guidance_scale") not in (None, 1, 1.0) or asked("use_cache") is False:
+        return "guidance_scale or use_cache=False needs plain decoding"
+    kwargs = call.arguments.get("kwargs", {})
+    given = (call.arguments.get("inputs"), kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    if any(tensor is not None and tensor.shape[0] > 1 for tensor in given):
+        return "it holds several sequences"
+    return None
+
+
+def _asked(call: inspect.BoundArguments, defaults: GenerationConfig):
+    """Looks a generation option up where generate() would: keyword, the call's config, the model's config."""
+    kwargs, config = call.arguments.get("kwargs", {}), call.arguments.get("generation_config")
+
+    def lookup(name: str):
+        values = (kwargs.get(name), getattr(config, name, None), getattr(defaults, name, None))
+        return next((value for value in values if value is not None), None)
+
+    return lookup
+
+
+def _refuse_unsupported(generation_config: GenerationConfig) -> None:
+    if generation_config.guidance_scale not in (None, 1, 1.0):
+        raise ValueError(
+            f"guidance_scale={generation_config.guidance_scale} cannot be combined with a drafter: "
+            "its processor keeps a "
+            "state of its own, which rejected tokens would corrupt. Leave out guidance_scale or assistant_model."
+        )
+    if generation_config.assistant_ensemble_weight is not None:
+        raise ValueError(
+            "assistant_ensemble_weight mixes the drafter into the output, which would not be the "
+            "target's. Leave it out."
+        )
+
+
+def _refuse_batch(input_ids: torch.Tensor, model_kwargs: dict) -> None:
+    embeds = model_kwargs.get("inputs_embeds")
+    rows = input_ids.shape[0] if embeds is None else embeds.shape[0]
+    if rows != 1:
+        raise ValueError(
+            f"Assisted decoding takes one sequence at a time, got a batch of {rows}. Call generate() for each."
+        )
+    if _prompt_length(input_ids, model_kwargs) == 0:
+        raise ValueError("The prompt is empty. Give at least one token.")
+
+
+def _prompt_length(input_ids: torch.Tensor, model_kwargs: dict) -> int:
+    embeds = model_kwargs.get("inputs_embeds")
+    return input_ids.shape[1] if embeds is None else embeds.shape[1]
+
+
+def _resume(cache: HybridCache, input_ids, generation_config, model_kwargs) -> Resumption:
+    mask = model_kwargs.get("attention_mask")
+    mask_length = generation_config._mask_length if mask is None else mask.shape[1]
+    return resume(cache, input_ids, _prompt_length(input_ids, model_kwargs), mask_length)
