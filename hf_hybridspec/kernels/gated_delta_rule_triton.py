@@ -1,8 +1,11 @@
 """Gated delta rule over a block in Triton: one compiled kernel per number of rows, one launch per commit.
 
 Verify: one program per (value-head tile, value head, sequence). It loads its `[K, BV]` tile of the state once, and
-while that is on its way builds the n x n system and its inverse from the keys. Rows are padded to 16, the smallest tile
-of the tensor cores, so that the two products that read the state sum every row in the same order at every n. With X = I - H strictly lower triangular (HybridSpec, section on GDN kernels), H^-1 is
+while that is on its way builds the n x n system and its inverse from the keys. Rows are padded to 16, the smallest
+tile of the tensor cores, so that the two products that read the state sum every row in the same order at every n.
+Products take the rows as they came and are scaled by the inverse norms afterwards: a bf16 row stays exact on the
+tensor cores, where the fp32 state is the sum of two bf16 tiles (16 bits of mantissa). With X = I - H strictly lower
+triangular (HybridSpec, section on GDN kernels), H^-1 is
 
     n = 2, 3, 5, 7   row by row
     n = 4, 6, 8      inverses of the 4 x 4 diagonal blocks, X^4 = 0, joined by one correction for n > 4
@@ -83,16 +86,29 @@ def _unit_lower_inverse(b_x, N: tl.constexpr, SMALL: tl.constexpr):
 
 
 @triton.jit
-def _load_unit_rows(
-    p_rows, stride_n, stride_d, N: tl.constexpr, K: tl.constexpr, SMALL: tl.constexpr, BK: tl.constexpr
-):
-    """`[16, BK]` fp32 rows scaled to unit length; rows from N on are zero."""
+def _load_rows(p_rows, stride_n, stride_d, N: tl.constexpr, K: tl.constexpr, SMALL: tl.constexpr, BK: tl.constexpr):
+    """`[16, BK]` rows as stored, zero from row N on, and the inverse of each row's L2 norm."""
     o_n = tl.arange(0, SMALL)
     o_k = tl.arange(0, BK)
     m_rows = (o_n[:, None] < N) & (o_k[None, :] < K)
     b_rows = tl.load(p_rows + o_n[:, None] * stride_n + o_k[None, :] * stride_d, mask=m_rows, other=0.0)
-    b_rows = b_rows.to(tl.float32)
-    return b_rows * tl.rsqrt(tl.sum(b_rows * b_rows, axis=1) + 1e-6)[:, None]
+    b_wide = b_rows.to(tl.float32)
+    return b_rows, tl.rsqrt(tl.sum(b_wide * b_wide, axis=1) + 1e-6)
+
+
+@triton.jit
+def _read_state(b_rows, b_state):
+    """`[16, BV]` fp32 product of rows and state."""
+    if b_rows.dtype == tl.bfloat16:
+        b_high = b_state.to(tl.bfloat16)
+        b_low = (b_state - b_high.to(tl.float32)).to(tl.bfloat16)
+        b_read = tl.dot(b_rows, b_high, acc=tl.dot(b_rows, b_low))
+    elif b_rows.dtype == tl.float16:
+        # Exact in tf32, unlike the state, which fp16 could not hold.
+        b_read = tl.dot(b_rows.to(tl.float32), b_state, input_precision="tf32")
+    else:
+        b_read = tl.dot(b_rows, b_state, input_precision="ieee")
+    return b_read
 
 
 @triton.jit
@@ -129,25 +145,25 @@ def _verify_kernel(
     b_beta = tl.load(beta + i_b * stride_bb + o_n * stride_bn + i_h * stride_bh, mask=m_n, other=0.0).to(tl.float32)
     p_value = value + i_b * stride_vb + o_n[:, None] * stride_vn + i_h * stride_vh + o_v[None, :] * stride_vd
     b_value = tl.load(p_value, mask=m_nv, other=0.0).to(tl.float32)
-    b_key = _load_unit_rows(key + i_b * stride_kb + i_k * stride_kh, stride_kn, stride_kd, N, K, SMALL, BK)
-    b_query = _load_unit_rows(query + i_b * stride_qb + i_k * stride_qh, stride_qn, stride_qd, N, K, SMALL, BK)
+    p_key, p_query = key + i_b * stride_kb + i_k * stride_kh, query + i_b * stride_qb + i_k * stride_qh
+    b_key, b_key_scale = _load_rows(p_key, stride_kn, stride_kd, N, K, SMALL, BK)
+    b_query, b_query_scale = _load_rows(p_query, stride_qn, stride_qd, N, K, SMALL, BK)
 
     # 2. Gamma, with the exponents of later rows masked before they can overflow, and H^-1.
     b_g = tl.cumsum(b_decay, axis=0)
     m_seen = (o_n[:, None] >= o_n[None, :]) & m_n[:, None]
-    b_gamma = tl.exp(tl.where(m_seen, b_g[:, None] - b_g[None, :], float("-inf")))
+    b_gamma = tl.exp(tl.where(m_seen, b_g[:, None] - b_g[None, :], float("-inf"))) * b_key_scale[None, :]
     b_keys = tl.trans(b_key)
-    b_overlap = tl.dot(b_key, b_keys, input_precision=PRECISION)
-    b_x = tl.where(o_n[:, None] > o_n[None, :], -b_beta[:, None] * b_gamma * b_overlap, 0.0)
-    b_inverse = _unit_lower_inverse(b_x, N, SMALL)
-    b_attend = b_gamma * tl.dot(b_query, b_keys, input_precision=PRECISION)
+    b_system = b_gamma * tl.dot(b_key, b_keys, input_precision="ieee") * (b_beta * b_key_scale)[:, None]
+    b_inverse = _unit_lower_inverse(tl.where(o_n[:, None] > o_n[None, :], -b_system, 0.0), N, SMALL)
+    b_attend = b_gamma * tl.dot(b_query, b_keys, input_precision="ieee") * (b_query_scale * scale)[:, None]
 
     # 3. Equations 3 and 10.
-    b_decay = tl.exp(b_g)[:, None]
-    b_right = b_beta[:, None] * (b_value - b_decay * tl.dot(b_key, b_state, input_precision=PRECISION))
-    b_z = tl.dot(b_inverse, b_right, input_precision=PRECISION)
-    b_output = b_decay * tl.dot(b_query, b_state, input_precision=PRECISION)
-    b_output = (b_output + tl.dot(b_attend, b_z, input_precision=PRECISION)) * scale
+    b_decay = tl.exp(b_g)
+    b_right = b_value - (b_decay * b_key_scale)[:, None] * _read_state(b_key, b_state)
+    b_z = tl.dot(b_inverse, b_beta[:, None] * b_right, input_precision=PRECISION)
+    b_output = (b_decay * b_query_scale * scale)[:, None] * _read_state(b_query, b_state)
+    b_output += tl.dot(b_attend, b_z, input_precision=PRECISION)
 
     p_output = output + ((i_b * N + o_n[:, None]) * HV + i_h) * V + o_v[None, :]
     tl.store(p_output, b_output.to(output.dtype.element_ty), mask=m_nv)
@@ -157,7 +173,7 @@ def _verify_kernel(
         tl.store(factor_g + i_b * stride_cb + o_n * stride_cn + i_h * stride_ch, b_g, mask=m_n)
         if i_h % GROUP == 0:
             p_k = factor_k + i_b * stride_fb + o_n[:, None] * stride_fn + i_k * stride_fh + o_k[None, :] * stride_fd
-            tl.store(p_k, b_key, mask=m_n[:, None] & (o_k[None, :] < K))
+            tl.store(p_k, b_key.to(tl.float32) * b_key_scale[:, None], mask=m_n[:, None] & (o_k[None, :] < K))
 
 
 @triton.jit(do_not_specialize=["commit_length"])
