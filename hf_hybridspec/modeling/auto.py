@@ -51,7 +51,7 @@ class AutoDrafter:
         Raises:
             ValueError: unknown architecture, unusable configuration, mismatched or unreadable tensors, or an unknown
                 argument; the message lists all of them.
-            OSError: the repository or file cannot be found.
+            OSError: the name is no folder and no reachable repository.
         """
         unknown = sorted(hub_kwargs.keys() - HUB_ARGUMENTS)
         if unknown:
@@ -78,7 +78,11 @@ def read_config(source: str, hub_kwargs: dict[str, Any]) -> dict[str, Any]:
         adapter = (folder / "adapter_config.json").is_file()
         what = "an adapter; merge it into its drafter first" if adapter else "no config.json"
         raise ValueError(f"{source} holds {what}. A drafter is a folder with config.json and model.safetensors.")
-    path = _file(source, "config.json", hub_kwargs)
+    try:
+        path = _file(source, "config.json", hub_kwargs)
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise OSError(f"{source!r} is neither a folder nor a reachable repository with a drafter: {reason}") from error
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -16,6 +16,17 @@ from .published_config import read_published_config
 SLIDING = "sliding_attention"
 FULL = "full_attention"
 
+POSITIVE_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "block_size",
+)
+
 
 @dataclass(frozen=True)
 class Alignment:
@@ -124,16 +135,24 @@ class DrafterConfig(PreTrainedConfig):
 
     def _check(self) -> None:
         problems = []
-        for name in (
-            "vocab_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-        ):
+        for name in POSITIVE_SIZES:
             if getattr(self, name) < 1:
                 problems.append(f"{name} must be positive, got {getattr(self, name)}")
-        if self.num_key_value_heads and self.num_attention_heads % self.num_key_value_heads:
+        taps = self.target_layer_ids or []
+        if not taps:
+            problems.append("target_layer_ids (or num_target_layers, from which they follow) is required")
+        elif any(not isinstance(tap, int) or tap < 0 for tap in taps) or len(set(taps)) != len(taps):
+            problems.append(f"target_layer_ids must be distinct integers from 0, got {taps}")
+        if self.mask_token_id is None or self.mask_token_id < 0:
+            problems.append(f"mask_token_id is required, got {self.mask_token_id}")
+        problems = problems or self._check_relations() + self._check_family()
+        if problems:
+            raise ValueError(f"Not a usable {self.family or 'drafter'} configuration: " + "; ".join(problems) + ".")
+
+    def _check_relations(self) -> list[str]:
+        """Problems between fields that are each well-formed."""
+        problems = []
+        if self.num_attention_heads % self.num_key_value_heads:
             problems.append(
                 f"num_attention_heads must be a multiple of num_key_value_heads, got {self.num_attention_heads} and "
                 f"{self.num_key_value_heads}"
@@ -147,19 +166,9 @@ class DrafterConfig(PreTrainedConfig):
             problems.append(f"sliding layers need a positive sliding_window, got {self.sliding_window}")
         if self.hidden_act != "silu":
             problems.append(f"hidden_act must be 'silu', got {self.hidden_act!r}")
-        if self.mask_token_id is None:
-            problems.append("mask_token_id is required")
-        elif self.mask_token_id < 0:
-            problems.append(f"mask_token_id must not be negative, got {self.mask_token_id}")
-        if not self.target_layer_ids:
-            problems.append("target_layer_ids (or num_target_layers, from which they follow) is required")
-        elif min(self.target_layer_ids) < 0 or len(set(self.target_layer_ids)) != len(self.target_layer_ids):
-            problems.append(f"target_layer_ids must be distinct and not negative, got {self.target_layer_ids}")
         if self.block_size < 2:
             problems.append(f"block_size must be at least 2, got {self.block_size}")
-        problems += self._check_family()
-        if problems:
-            raise ValueError(f"Not a usable {self.family or 'drafter'} configuration: " + "; ".join(problems))
+        return problems
 
     def _check_family(self) -> list[str]:
         """Problems of the fields that only this family has."""

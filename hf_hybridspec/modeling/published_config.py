@@ -18,6 +18,7 @@ from .published_keys import (
     NOISE_KEYS,
     NOISE_PREFIXES,
     RENAMED_KEYS,
+    REQUIRED_KEYS,
     SHARED_KEYS,
 )
 
@@ -52,25 +53,23 @@ def read_published_config(
             keys that nothing else determines.
     """
     family = family_of(raw)
+    overrides = {"sample_from_anchor": sample_from_anchor, "is_causal": is_causal}
+    overrides = {key: value for key, value in overrides.items() if value is not None}
     speculators = "speculators_model_type" in raw
-    flat = _flatten_speculators(raw, family) if speculators else dict(raw)
+    flat = _flatten_speculators({**raw, **overrides}, family) if speculators else dict(raw)
     values, problems = _merge_sections(flat)
     values = _apply_rope(values, flat, problems)
     problems += _unsupported(values, family)
     if problems:
         raise ValueError("The drafter's config.json cannot be used: " + "; ".join(problems) + ".")
-    if sample_from_anchor is not None:
-        values["sample_from_anchor"] = sample_from_anchor
-    if is_causal is not None:
-        values["is_causal"] = is_causal
+    values |= overrides
+    if values.get("draft_vocab_size") == values["vocab_size"]:
+        # Not a reduced vocabulary: the target's head is borrowed.
+        del values["draft_vocab_size"]
     family = _resolve_hybrid(values, family)
     if speculators:
-        _require_stated_causality(raw, values, is_causal)
-    elif (
-        family == "dspark"
-        and values.get("sample_from_anchor") is False
-        and "DFlashDraftModel" not in raw["architectures"]
-    ):
+        _require_stated_causality(raw, values)
+    elif family_of(raw) in ("dspark", "ready") and values.get("sample_from_anchor") is False:
         # Native DSpark counts draft tokens in block_size; without a draft in the anchor's row the block is one longer.
         values["block_size"] += 1
     known = SHARED_KEYS | FAMILY_KEYS[family]
@@ -151,13 +150,13 @@ def _unsupported(values: Mapping[str, Any], family: str) -> list[str]:
     for key, value in values.items():
         if key in SHARED_KEYS or key in FAMILY_KEYS[family] or key in NOISE_KEYS or key.startswith(NOISE_PREFIXES):
             continue
+        if key in FAMILY_KEYS["dspark"] and family == "dflash":
+            # Decided by _resolve_hybrid.
+            continue
         if key in NEUTRAL_VALUES:
             if value not in NEUTRAL_VALUES[key]:
                 allowed = " or ".join(repr(allowed) for allowed in NEUTRAL_VALUES[key])
                 problems.append(f"{key} = {value!r} is not supported (supported: {allowed})")
-        elif key in FAMILY_KEYS["dspark"] and family == "dflash":
-            # Decided by _resolve_hybrid.
-            continue
         else:
             unknown.append(key)
     if unknown:
@@ -166,8 +165,10 @@ def _unsupported(values: Mapping[str, Any], family: str) -> list[str]:
         problems.append("use_sliding_window is true but no layer_types says which layers slide")
     if "mask_token" in values and values.get("mask_token_id") is None:
         problems.append("mask_token is given without mask_token_id")
-    if values.get("block_size") is None:
-        problems.append("block_size is missing, at the top level and in dflash_config and dspark_config")
+    if missing := sorted(REQUIRED_KEYS - values.keys()):
+        problems.append(f"missing keys {missing} (looked for at the top level and in {', '.join(NESTED_SECTIONS)})")
+    if wrong := {key: values[key] for key in sorted(REQUIRED_KEYS & values.keys()) if type(values[key]) is not int}:
+        problems.append(f"not integers: {wrong}")
     projector = values.get("projector_type")
     if projector is not None and projector != ("dflash" if family.startswith("dflash") else "dspark"):
         problems.append(f"projector_type {projector!r} contradicts the architecture of family {family}")
@@ -197,8 +198,6 @@ def _flatten_speculators(raw: Mapping[str, Any], family: str) -> dict[str, Any]:
         raise ValueError("A speculators drafter needs aux_hidden_state_layer_ids, which this config.json lacks.")
     # speculators counts the embedding output as layer 0.
     flat["target_layer_ids"] = [layer - 1 for layer in flat.pop("aux_hidden_state_layer_ids")]
-    if flat.get("draft_vocab_size") == flat.get("vocab_size"):
-        flat.pop("draft_vocab_size", None)
     non_causal = flat.pop("sliding_window_non_causal", None)
     if non_causal:
         flat["is_causal"] = False
@@ -222,13 +221,13 @@ def _speculators_alignment(raw: Mapping[str, Any], family: str) -> bool | None:
     if missing not in (0, 1):
         raise ValueError(
             "A speculators DSpark drafter needs sample_from_anchor, or proposal_methods with speculative_tokens equal "
-            "to block_size or block_size - 1; this config.json has neither. Add sample_from_anchor to it."
+            "to block_size or block_size - 1; this config.json has neither. Pass sample_from_anchor=True or False."
         )
     return missing == 0
 
 
-def _require_stated_causality(raw: Mapping[str, Any], values: Mapping[str, Any], is_causal: bool | None) -> None:
-    stated = raw.get("sliding_window_non_causal") is not None or is_causal is not None
+def _require_stated_causality(raw: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    stated = raw.get("sliding_window_non_causal") is not None or "is_causal" in values
     if not stated and "sliding_attention" in (values.get("layer_types") or []):
         raise ValueError(
             "This speculators drafter has sliding layers but no sliding_window_non_causal. Pass is_causal=False for "

@@ -25,6 +25,14 @@ SHARED_KEYS = _words(
     """
 )
 
+# Integers that nothing else determines.
+REQUIRED_KEYS = _words(
+    """
+    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads block_size
+    mask_token_id
+    """
+)
+
 DSPARK_KEYS = _words("markov_rank markov_head_type enable_confidence_head confidence_head_with_markov")
 READER_KEYS = _words(
     """

@@ -1,11 +1,14 @@
 """DFlash, and DFlash2 with its convolutions and candidate selector."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
 from ..drafter import Draft, Drafter, draft_of
+from ..drafter_config import DrafterConfig
 from ..drafter_layers import BlockInput, DrafterLayer
 from .configuration_dflash import DFlash2Config, DFlashConfig
 
@@ -19,6 +22,15 @@ class DFlashDrafter(Drafter):
     def __init__(self, config: DFlashConfig):
         super().__init__(config)
         self.post_init()
+
+    @classmethod
+    def adapt_config(cls, config: DrafterConfig, shapes: Mapping[str, tuple[int, ...]]) -> DrafterConfig:
+        if any(name.startswith("markov_head.") for name in shapes):
+            raise ValueError(
+                "This DFlashDraftModel checkpoint has a Markov head that its config.json does not mention, so its row "
+                "alignment is unknown. Add markov_rank and sample_from_anchor to its config.json."
+            )
+        return config
 
 
 class BlockConvolution(nn.Module):
