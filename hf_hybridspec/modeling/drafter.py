@@ -1,4 +1,4 @@
-"""What every drafter is: the records it exchanges with the loop, and the base class of the three families.
+"""What every drafter is: the base class of the families.
 
 A drafter never imports the loop and never sees a live target: it borrows the target's embedding and head when it is
 bound (`Drafter.bind`), reads taps when tokens are committed (`observe`), and proposes a block after an anchor
@@ -23,25 +23,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
+from .draft import FORBIDDEN, Draft
 from .draft_context import DraftContext
 from .drafter_backbone import DrafterBackbone
 from .drafter_config import Alignment, AttentionSpan, DrafterConfig
 from .drafter_layers import block_mask
-
-
-@dataclass(frozen=True)
-class Draft:
-    """One proposal block, the anchor excluded; D = `Drafter.num_draft_tokens`.
-
-    tokens: [D] int64, the drafter's top-1 tokens. confidence: [D] fp32, the probability that the drafter gives each.
-    entropy: [D] fp32, of the distribution the token was taken from, in nats. acceptance: [D] fp32 or None, a
-    confidence head's estimate of P(accepted | the prefix was accepted).
-    """
-
-    tokens: Tensor
-    confidence: Tensor
-    entropy: Tensor
-    acceptance: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -180,8 +166,8 @@ class Drafter(DrafterBackbone):
         return torch.tanh(logits / cap) * cap if cap else logits
 
     def proposal_logits(self, hidden: Tensor) -> Tensor:
-        """`logits` with -inf at the mask token and at ids outside the target's real vocabulary."""
-        return self.logits(hidden).masked_fill(self.target.forbidden.to(hidden.device), float("-inf"))
+        """`logits` with `FORBIDDEN` at the mask token and at ids outside the target's real vocabulary."""
+        return self.logits(hidden).masked_fill(self.target.forbidden.to(hidden.device), FORBIDDEN)
 
     # ------------------------------------------------------------------------------------------------ drafting
 
@@ -207,10 +193,10 @@ class Drafter(DrafterBackbone):
             start = max(0, count - max(reachable))
             features, positions = features[start:], positions[start:]
         fused, positions = self.fuse(features), positions.to(self.compute_device)
-        for layer, rows, kept in zip(self.layers, reachable, context.layers, strict=True):
-            start = 0 if rows is None else max(0, positions.shape[0] - rows)
-            rotation = self.rotation(positions[start:])
-            kept.append(layer.self_attn.keys_values(fused[:, start:], rotation), positions[start:])
+        starts = [0 if rows is None else max(0, positions.shape[0] - rows) for rows in reachable]
+        rotations = {start: self.rotation(positions[start:]) for start in set(starts)}
+        for layer, start, kept in zip(self.layers, starts, context.layers, strict=True):
+            kept.append(layer.self_attn.keys_values(fused[:, start:], rotations[start]), positions[start:])
         context.length += count
 
     @torch.no_grad()
@@ -249,7 +235,7 @@ class Drafter(DrafterBackbone):
             recurrent_states=recurrent_states,
         )
         draft = self.choose(hidden[0, self.alignment.first_draft_row :], anchor.view(1).to(hidden.device))
-        return _on_device(draft, anchor.device)
+        return draft.to(anchor.device)
 
     def _mask_after(self, context: DraftContext, span: AttentionSpan, positions: Tensor) -> Tensor | None:
         if span == AttentionSpan(causal=False):
@@ -260,7 +246,7 @@ class Drafter(DrafterBackbone):
         """Top-1 tokens of the draft rows: hidden [D, H] (after the final norm), anchor [1] int64."""
         logits = self.proposal_logits(hidden)
         tokens = logits.argmax(-1)
-        return draft_of(self.target_ids(tokens), tokens, logits)
+        return Draft.of(self.target_ids(tokens), tokens, logits)
 
     # ------------------------------------------------------------------------------------------------ bookkeeping
 
@@ -299,15 +285,3 @@ class Drafter(DrafterBackbone):
                 "AutoDrafter.from_pretrained picks the class."
             )
         return drafter
-
-
-def draft_of(tokens: Tensor, columns: Tensor, logits: Tensor) -> Draft:
-    """A Draft of tokens [D] that are the columns [D] of logits [D, C] (fp32, -inf where forbidden)."""
-    probabilities = logits.softmax(-1)
-    confidence = probabilities.gather(-1, columns.unsqueeze(-1)).squeeze(-1)
-    return Draft(tokens, confidence, torch.special.entr(probabilities).sum(-1))
-
-
-def _on_device(draft: Draft, device: torch.device) -> Draft:
-    acceptance = None if draft.acceptance is None else draft.acceptance.to(device)
-    return Draft(draft.tokens.to(device), draft.confidence.to(device), draft.entropy.to(device), acceptance)

@@ -3,51 +3,9 @@
 import pytest
 
 from hf_hybridspec.modeling.drafter_config import SAME_POSITION, SHIFTED, AttentionSpan, default_target_layer_ids
-from hf_hybridspec.modeling.published_config import read_published_config
 
 from .drafter_helpers import CLASSES, FULL, SLIDING, make_config
-
-
-def zlab(**changes) -> dict:
-    """The current z-lab layout of a Qwen3.6-35B-A3B DFlash drafter, nested keys and all."""
-    raw = {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "dtype": "bfloat16",
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "layer_types": [SLIDING] * 5 + [FULL],
-        "max_position_embeddings": 262144,
-        "max_window_layers": 6,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 6,
-        "num_key_value_heads": 8,
-        "num_target_layers": 40,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000},
-        "sliding_window": 4096,
-        "use_sliding_window": True,
-        "tie_word_embeddings": False,
-        "transformers_version": "5.0.0",
-        "use_cache": True,
-        "vocab_size": 248320,
-        "dflash_config": {
-            "block_size": 16,
-            "mask_token_id": 248077,
-            "target_layer_ids": [1, 6, 11, 16, 22, 27, 32, 37],
-        },
-    }
-    return raw | changes
-
-
-def load(raw: dict, **overrides):
-    published = read_published_config(raw, **overrides)
-    return CLASSES[published.family][0](**published.values)
-
+from .published_examples import dspark, load, speculators, zlab
 
 # ------------------------------------------------------------------------------------------ both nestings (case C29)
 
@@ -162,30 +120,7 @@ def test_dflash_with_a_markov_head_needs_its_alignment_stated():
     assert shifted.block_size == same.block_size == 16
 
 
-# ------------------------------------------------------------------------------------------ DSpark, speculators
-
-
-def dspark(**changes) -> dict:
-    """DeepSpec's flat layout: a copy of a Qwen3.5-family target's configuration."""
-    raw = {key: value for key, value in zlab().items() if key != "dflash_config"}
-    raw |= {
-        "architectures": ["Qwen3DSparkModel"],
-        "layer_types": [FULL] * 6,
-        "block_size": 7,
-        "mask_token_id": 248070,
-        "target_layer_ids": [1, 9, 17, 25, 33],
-        "markov_rank": 256,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": True,
-        "confidence_head_with_markov": True,
-        "num_anchors": 512,
-        "attn_output_gate": True,
-        "linear_num_value_heads": 32,
-        "partial_rotary_factor": 0.25,
-        "mrope_interleaved": True,
-        "rope_parameters": {"rope_theta": 1e7, "rope_type": "default", "partial_rotary_factor": 0.25},
-    }
-    return raw | changes
+# ------------------------------------------------------------------------------------------ DSpark
 
 
 def test_a_copied_target_configuration_is_noise():
@@ -203,76 +138,6 @@ def test_nested_dspark_equals_the_flat_one(section):
     nested[section] = {name: flat[name] for name in names} | {"projector_type": "dspark", "attention_mode": "gqa"}
     nested |= {"architectures": ["DSparkDraftModel"], "target_layer_ids": None}
     assert load(nested).published_form() == load(flat).published_form()
-
-
-def speculators(kind="dspark", **changes) -> dict:
-    raw = {
-        "architectures": ["DSparkDraftModel"],
-        "speculators_model_type": kind,
-        "speculators_version": "0.9.0",
-        "speculators_config": {"algorithm": kind, "proposal_methods": [{"speculative_tokens": 8}]},
-        "transformer_layer_config": {
-            "model_type": "qwen3",
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "num_hidden_layers": 5,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "layer_types": [SLIDING] * 5,
-            "sliding_window": 2048,
-            "use_sliding_window": True,
-            "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"},
-            "vocab_size": 248320,
-        },
-        "aux_hidden_state_layer_ids": [2, 10, 20, 30, 37],
-        "draft_vocab_size": 32000,
-        "block_size": 8,
-        "mask_token_id": 248077,
-        "sliding_window_non_causal": False,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    }
-    if kind == "dspark":
-        raw |= {"markov_rank": 256, "markov_head_type": "vanilla", "enable_confidence_head": True}
-    return raw | changes
-
-
-def test_speculators_taps_vocabulary_and_window():
-    config = load(speculators())
-    assert config.target_layer_ids == [1, 9, 19, 29, 36]
-    assert config.draft_vocab_size == 32000 and config.head_dim == 256
-    assert config.attention_spans[0] == AttentionSpan(True, 2048, window_from_anchor=True)
-    assert load(speculators(draft_vocab_size=248320)).draft_vocab_size is None
-    assert load(speculators(sliding_window_non_causal=True)).attention_spans[0].causal is False
-
-
-def test_speculators_alignment():
-    assert load(speculators()).alignment == SHIFTED
-    fewer = {"proposal_methods": [{"speculative_tokens": 7}]}
-    assert load(speculators(speculators_config=fewer)).alignment == SAME_POSITION
-    assert load(speculators(sample_from_anchor=False)).alignment == SAME_POSITION
-    assert load(speculators("dflash")).alignment == SAME_POSITION
-    assert load(speculators("dflash", sample_from_anchor=True)).alignment == SHIFTED
-    assert load(speculators(sample_from_anchor=False)).block_size == 8
-    with pytest.raises(ValueError, match="needs sample_from_anchor"):
-        load(speculators(speculators_config={}))
-    assert load(speculators(speculators_config={}), sample_from_anchor=True).alignment == SHIFTED
-
-
-def test_speculators_sliding_causality_must_be_stated():
-    raw = speculators()
-    del raw["sliding_window_non_causal"]
-    with pytest.raises(ValueError, match=r"no sliding_window_non_causal.*is_causal=False"):
-        load(raw)
-    assert load(raw, is_causal=False).attention_spans[0].causal is False
-
-
-def test_speculators_without_taps_or_with_another_width_is_refused():
-    with pytest.raises(ValueError, match="aux_hidden_state_layer_ids"):
-        load(speculators(aux_hidden_state_layer_ids=None))
-    with pytest.raises(ValueError, match="target_hidden_size 4096 must equal hidden_size 2048"):
-        load(speculators(target_hidden_size=4096))
 
 
 # ------------------------------------------------------------------------------------------ refusals

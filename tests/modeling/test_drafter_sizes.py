@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from .drafter_helpers import CLASSES, FULL, SLIDING
-from .test_drafter_config import load
+from .published_examples import load
 
 
 def published(architecture: str, **values) -> dict:

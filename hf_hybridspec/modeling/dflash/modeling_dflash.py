@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from ..drafter import Draft, Drafter, draft_of
+from ..draft import Draft
+from ..drafter import Drafter
 from ..drafter_config import DrafterConfig
 from ..drafter_layers import BlockInput, DrafterLayer
 from .configuration_dflash import DFlash2Config, DFlashConfig
@@ -122,7 +123,7 @@ class DFlash2Drafter(Drafter):
             previous = candidates[row, columns[-1]]
         columns = torch.cat(columns)
         tokens = candidates.gather(-1, columns.unsqueeze(-1)).squeeze(-1)
-        return draft_of(tokens, columns, torch.stack(scores))
+        return Draft.of(tokens, columns, torch.stack(scores))
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

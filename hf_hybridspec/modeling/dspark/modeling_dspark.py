@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..drafter import Draft, Drafter, draft_of
+from ..draft import Draft
+from ..drafter import Drafter
 from ..drafter_config import DrafterConfig
 from .configuration_dspark import DSparkConfig
 from .markov_head import MARKOV_HEADS
@@ -58,7 +59,7 @@ class DSparkDrafter(Drafter):
                 corrected[-1], state = logits[row] + step.bias.float(), step.state
             columns.append(corrected[-1].argmax(-1))
             previous.append(self.target_ids(columns[-1]))
-        draft = draft_of(torch.stack(previous[1:]), torch.stack(columns), torch.stack(corrected))
+        draft = Draft.of(torch.stack(previous[1:]), torch.stack(columns), torch.stack(corrected))
         if self.confidence_head is None:
             return draft
         acceptance = torch.sigmoid(self.confidence_logits(hidden, torch.stack(previous[:-1])))
