@@ -4,21 +4,10 @@ The math is in `state_reader_reference.py`. Sizes: N blocks of B draft rows, J s
 heads), rank r, state [K, V], hidden size d.
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
-from .state_reader_reference import project_states_reference, read_projected_states_reference
-
-RMS_EPS = 1e-6
-
-
-@dataclass(frozen=True)
-class ProjectedStates:
-    """What the rows of a round read: projected [N, J, r, K] = V^T (S / rms(S)), log_rms [N, J]; both fp32."""
-
-    projected: Tensor
-    log_rms: Tensor
+from . import state_reader_reference as kernels
+from .state_reader_reference import ProjectedStates
 
 
 def project_states(states: Tensor, value_projection: Tensor) -> ProjectedStates:
@@ -40,7 +29,7 @@ def project_states(states: Tensor, value_projection: Tensor) -> ProjectedStates:
             f"value_projection {tuple(value_projection.shape)} does not fit states {tuple(states.shape)}: "
             f"it must be [{states.shape[1]}, {states.shape[3]}, r]."
         )
-    return ProjectedStates(*project_states_reference(states, value_projection, RMS_EPS))
+    return kernels.project_states(states, value_projection)
 
 
 def read_projected_states(
@@ -63,4 +52,4 @@ def read_projected_states(
             raise ValueError(f"{name} must be {expected[name]}, got {tuple(tensor.shape)}.")
     if hidden.dim() != 3 or hidden.shape[0] != N:
         raise ValueError(f"hidden must be [{N}, B, d], one block per set of states, got {tuple(hidden.shape)}.")
-    return read_projected_states_reference(states.projected, states.log_rms, hidden, query_projection, key_projection)
+    return kernels.read_projected_states(states, hidden, query_projection, key_projection)
