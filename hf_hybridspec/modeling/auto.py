@@ -23,6 +23,10 @@ DRAFTER_CLASSES: dict[str, type[Drafter]] = {
     for drafter_class in (DFlashDrafter, DFlash2Drafter, DSparkDrafter, ReadyDrafter)
 }
 
+HUB_ARGUMENTS = frozenset(
+    {"revision", "cache_dir", "token", "local_files_only", "force_download", "proxies", "subfolder"}
+)
+
 
 class AutoDrafter:
     """Loads drafters; never instantiated."""
@@ -38,10 +42,10 @@ class AutoDrafter:
         is_causal: bool | None = None,
         **hub_kwargs: Any,
     ) -> Drafter:
-        """The drafter of a Hub repository, a folder, or a bundled name, in eval mode.
+        """The drafter of a Hub repository or a folder, in eval mode.
 
         Args:
-            pretrained_model_name_or_path: bundled name, folder, or repository id.
+            pretrained_model_name_or_path: folder or repository id.
             dtype: "auto" keeps the checkpoint's; float16 becomes bfloat16 (drafters overflow in float16).
             device_map: one device ("cuda", 0, {"": "cuda:1"}), or "auto": CUDA where there is one.
             sample_from_anchor: states the row alignment where the checkpoint leaves it ambiguous.
@@ -64,11 +68,6 @@ class AutoDrafter:
         config.name_or_path = source
         files = [Path(_file(source, name, hub_kwargs)) for name in _weight_names(source, hub_kwargs)]
         return load_drafter(drafter_class, config, files, _dtype(dtype, config.dtype), _device(device_map))
-
-
-HUB_ARGUMENTS = frozenset(
-    {"revision", "cache_dir", "token", "local_files_only", "force_download", "proxies", "subfolder"}
-)
 
 
 def read_config(source: str, hub_kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,6 @@ def load_drafter(
     }
     drafter.load_state_dict(tensors, assign=True)
     drafter.rotary_emb = type(drafter.rotary_emb)(config).to(device)
-    drafter.requires_grad_(True)
     config.dtype = dtype
     return drafter.eval()
 

@@ -23,6 +23,8 @@ from .published_keys import (
 )
 
 NESTED_SECTIONS = ("dspark_config", "dflash_config")
+# Rope types whose frequencies do not change with the sequence, and the keys that each needs.
+ROPE_TYPES = {"default": (), "linear": ("factor",), "yarn": ("factor", "original_max_position_embeddings")}
 ROPE_NOISE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
@@ -140,7 +142,11 @@ def _apply_rope(values: dict[str, Any], flat: Mapping[str, Any], problems: list[
         )
     if "rope_theta" not in rope:
         problems.append("no rope_theta, neither in rope_parameters nor in rope_scaling nor at the top level")
-    rope.setdefault("rope_type", "default")
+    rope_type = rope.setdefault("rope_type", "default")
+    if rope_type not in ROPE_TYPES:
+        problems.append(f"rope_type {rope_type!r} is not supported (supported: {', '.join(ROPE_TYPES)})")
+    elif missing := [key for key in ROPE_TYPES[rope_type] if key not in rope]:
+        problems.append(f"rope_type {rope_type!r} needs {missing}")
     return values | {"rope_parameters": rope}
 
 

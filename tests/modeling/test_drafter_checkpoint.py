@@ -69,6 +69,7 @@ def test_every_family_survives_saving_and_loading(saved, family, changes):
     assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in drafter.state_dict().items())
     assert loaded.config.published_form() == drafter.config.published_form()
     assert same_proposals(drafter, loaded)
+    assert all(parameter.requires_grad for parameter in loaded.parameters())
     assert not any(tensor.is_meta for tensor in [*loaded.parameters(), *loaded.buffers()])
 
 

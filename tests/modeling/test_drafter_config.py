@@ -59,6 +59,8 @@ def test_old_and_new_rope_spellings_agree():
         ({"rope_theta": 1e6}, r"conflicting values rope_theta = 1000000.0 and rope_parameters.rope_theta"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, r"conflicting values rope_parameters.rope_type = 'default'"),
         ({"rope_parameters": None}, "no rope_theta"),
+        ({"rope_parameters": {"rope_theta": 1e7, "rope_type": "dynamic", "factor": 2}}, "rope_type 'dynamic' is not"),
+        ({"rope_parameters": {"rope_theta": 1e7, "rope_type": "yarn", "factor": 2}}, "needs .'original_max_position"),
     ],
 )
 def test_conflicting_or_missing_rope_is_refused(change, message):
