@@ -10,7 +10,7 @@ from hf_hybridspec.kernels.common_triton import INTERPRETED
 def triton_device() -> str:
     """`cuda` where there is one, else `cpu` under the interpreter; anything else would test nothing."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    assert INTERPRETED == (device == "cpu"), (
+    assert (device == "cpu") == INTERPRETED, (
         "TRITON_INTERPRET must be set, and only without CUDA, before triton is imported"
     )
     return device

@@ -106,7 +106,7 @@ def test_all_layers_are_committed_by_one_call():
 
 
 def test_one_bf16_row_is_bitwise_the_hosts_decode_step():
-    """C12: b = -0.5 in bf16, K = V = 128; beta is rounded as the host rounds it, and the order of operations is its."""
+    """C12: b = -0.5 in bf16, K = V = 128; beta rounded as the host rounds it, operations in the host's order."""
     modeling = pytest.importorskip("transformers.models.qwen3_5_moe.modeling_qwen3_5_moe")
     block = random_block(1, 2, 4, 128, 128, batch=1, dtype=torch.bfloat16)
     beta = torch.full_like(block.beta, -0.5).sigmoid()
