@@ -11,7 +11,7 @@ from transformers.utils.hub import cached_file
 
 from .dflash.modeling_dflash import DFlash2Drafter, DFlashDrafter
 from .drafter import Drafter
-from .drafter_checkpoint import WEIGHTS, WEIGHTS_INDEX, load_drafter, shard_names
+from .drafter_checkpoint import WEIGHTS, WEIGHTS_INDEX, load_drafter, read_tensors, shard_names
 from .dspark.modeling_dspark import DSparkDrafter
 from .published_config import read_published_config
 from .ready.modeling_ready import ReadyDrafter
@@ -66,8 +66,10 @@ class AutoDrafter:
         drafter_class = DRAFTER_CLASSES[published.family]
         config = drafter_class.config_class(**published.values)
         config.name_or_path = source
-        files = [Path(_file(source, name, hub_kwargs)) for name in _weight_names(source, hub_kwargs)]
-        return load_drafter(drafter_class, config, files, _dtype(dtype, config.dtype), _device(device_map))
+        device = _device(device_map)
+        tensors = read_tensors(Path(_file(source, name, hub_kwargs)) for name in _weight_names(source, hub_kwargs))
+        stored = config.dtype or next((t.dtype for t in tensors.values() if t.is_floating_point()), None)
+        return load_drafter(drafter_class, config, tensors, _dtype(dtype, stored), device)
 
 
 def read_config(source: str, hub_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +109,7 @@ def _weight_names(source: str, hub_kwargs: dict[str, Any]) -> list[str]:
 
 def _dtype(requested: str | torch.dtype, stored: torch.dtype | None) -> torch.dtype:
     if isinstance(requested, str):
-        dtype = stored or torch.bfloat16 if requested == "auto" else getattr(torch, requested, None)
+        dtype = stored if requested == "auto" else getattr(torch, requested, None)
     else:
         dtype = requested
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

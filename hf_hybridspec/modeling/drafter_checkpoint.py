@@ -29,15 +29,15 @@ DROPPED_PREFIXES = ("embed_tokens.", "rotary_emb.", "verifier_norm.", "verifier_
 def load_drafter(
     drafter_class: type[Drafter],
     config: DrafterConfig,
-    files: Iterable[Path],
+    tensors: Mapping[str, Tensor],
     dtype: torch.dtype,
     device: torch.device,
 ) -> Drafter:
-    """Builds `drafter_class(config)` and fills it from safetensors files, in eval mode.
+    """Builds `drafter_class(config)` and fills it with a checkpoint's tensors (name -> tensor), in eval mode.
 
-    Raises ValueError for an unreadable file, or listing all missing, unexpected and mis-shaped tensors.
+    Raises ValueError listing all missing, unexpected and mis-shaped tensors.
     """
-    tensors = rename_tensors(read_tensors(files), config)
+    tensors = rename_tensors(tensors, config)
     config = drafter_class.adapt_config(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     with torch.device("meta"):
         drafter = drafter_class(config)

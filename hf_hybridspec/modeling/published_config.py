@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from .published_keys import (
     FAMILY_KEYS,
     FAMILY_OF_ARCHITECTURE,
@@ -25,6 +27,7 @@ from .published_keys import (
 NESTED_SECTIONS = ("dspark_config", "dflash_config")
 # Rope types whose frequencies do not change with the sequence, and the keys that each needs.
 ROPE_TYPES = {"default": (), "linear": ("factor",), "yarn": ("factor", "original_max_position_embeddings")}
+CONTAINERS = {"rope_parameters": dict, "rope_scaling": dict, "layer_types": list, "target_layer_ids": list}
 ROPE_NOISE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
@@ -60,6 +63,10 @@ def read_published_config(
     speculators = "speculators_model_type" in raw
     flat = _flatten_speculators({**raw, **overrides}, family) if speculators else dict(raw)
     values, problems = _merge_sections(flat)
+    if malformed := {
+        key: values[key] for key, kind in CONTAINERS.items() if not isinstance(values.get(key, kind()), kind)
+    }:
+        raise ValueError(f"The drafter's config.json is malformed: {malformed}.")
     values = _apply_rope(values, flat, problems)
     problems += _unsupported(values, family)
     if problems:
@@ -105,12 +112,13 @@ def _merge_sections(flat: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     found: dict[str, dict[str, Any]] = {}
     for section in (None, *NESTED_SECTIONS, "ready_config"):
         entries = flat if section is None else flat.get(section) or {}
+        if not isinstance(entries, Mapping):
+            raise ValueError(f"The drafter's config.json is malformed: {section} must be an object, got {entries!r}.")
         for key, value in entries.items():
             if value is None or (section is None and (key in NESTED_SECTIONS or key == "ready_config")):
                 continue
-            if section is not None:
-                key = RENAMED_KEYS.get((section, key), key)
-            found.setdefault(key, {})[f"{section}.{key}" if section else key] = value
+            place = f"{section}.{key}" if section else key
+            found.setdefault(RENAMED_KEYS.get((section, key), key), {})[place] = value
     values, problems = {}, []
     for key, places in found.items():
         distinct = list(places.values())
@@ -175,6 +183,9 @@ def _unsupported(values: Mapping[str, Any], family: str) -> list[str]:
         problems.append(f"missing keys {missing} (looked for at the top level and in {', '.join(NESTED_SECTIONS)})")
     if wrong := {key: values[key] for key in sorted(REQUIRED_KEYS & values.keys()) if type(values[key]) is not int}:
         problems.append(f"not integers: {wrong}")
+    dtype = values.get("dtype")
+    if dtype is not None and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+        problems.append(f"dtype {dtype!r} is no torch dtype")
     projector = values.get("projector_type")
     if projector is not None and projector != ("dflash" if family.startswith("dflash") else "dspark"):
         problems.append(f"projector_type {projector!r} contradicts the architecture of family {family}")

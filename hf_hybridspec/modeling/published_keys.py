@@ -47,8 +47,8 @@ FAMILY_KEYS = {
     "ready": DSPARK_KEYS | READER_KEYS,
 }
 
-# (section, key) whose name differs from our field's.
-RENAMED_KEYS = {("dflash_config", "causal"): "is_causal"} | {
+# (section or None, key) whose name differs from our field's.
+RENAMED_KEYS = {(None, "torch_dtype"): "dtype", ("dflash_config", "causal"): "is_causal"} | {
     ("ready_config", name.removeprefix("reader_")): name for name in READER_KEYS
 }
 
@@ -56,7 +56,7 @@ RENAMED_KEYS = {("dflash_config", "causal"): "is_causal"} | {
 # a target carries along.
 NOISE_KEYS = _words(
     """
-    architectures auto_map model_type transformers_version torch_dtype use_cache attention_dropout max_window_layers
+    architectures auto_map model_type transformers_version use_cache attention_dropout max_window_layers
     use_sliding_window tie_word_embeddings name_or_path _name_or_path return_dict output_hidden_states
     output_attentions chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type
     num_anchors max_anchors loss_decay_gamma confidence_loss_alpha attn_implementation _attn_implementation

@@ -54,6 +54,14 @@ def test_fp16_is_replaced_with_one_log_line(folder, monkeypatch):
     assert len(lines) == 1 and "bfloat16 instead of float16" in lines[0]
 
 
+@pytest.mark.parametrize("key", ["torch_dtype", None])
+def test_older_configurations_state_their_dtype_elsewhere_or_nowhere(folder, key):
+    config = json.loads((folder / "config.json").read_text())
+    stated = config.pop("dtype")
+    (folder / "config.json").write_text(json.dumps(config | ({key: stated} if key else {})))
+    assert AutoDrafter.from_pretrained(folder).dtype == torch.bfloat16
+
+
 def test_a_checkpoint_stored_in_fp16_computes_in_bf16(tmp_path):
     make_drafter("dflash").to(torch.float16).save_pretrained(tmp_path)
     assert AutoDrafter.from_pretrained(tmp_path).dtype == torch.bfloat16
