@@ -1,0 +1,119 @@
+"""Where training blocks stand in a sequence, what their rows see, and what they are to predict.
+
+A `BlockLayout` holds this for both row alignments (DFlash: row k predicts the token at its own position; DSpark: the one
+after it), so that the property "the training forward of a block equals drafting at the same anchor" can be tested once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_hybridspec.modeling.drafter import Drafter
+from hf_hybridspec.modeling.drafter_config import Alignment, AttentionSpan
+from hf_hybridspec.modeling.drafter_layers import BlockInput, KeyValues, Rotation, block_mask
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """N blocks of R rows in each of B sequences of S tokens.
+
+    anchors: [B, N] int64, positions of the blocks' first rows. valid: [B, N] bool, False for blocks that only fill up.
+    positions: [B, N * R] int64, anchor + row. labels: [B, N, R] int64, the token each row is to predict (0 where there
+    is none). supervised: [B, N, R] bool, rows that have a label of the answer.
+    """
+
+    anchors: Tensor
+    valid: Tensor
+    positions: Tensor
+    labels: Tensor
+    supervised: Tensor
+
+    @property
+    def rows_per_block(self) -> int:
+        return self.labels.shape[-1]
+
+    def mask(self, span: AttentionSpan, sequence_length: int) -> Tensor:
+        """[B, 1, N * R, S + N * R] bool, True where visible: `block_mask` of each sequence.
+
+        Rows of blocks that are not valid see their own block alone, so that no softmax is empty.
+        """
+        context = torch.arange(sequence_length, device=self.positions.device)
+        masks = torch.stack([block_mask(span, rows, context, self.rows_per_block) for rows in self.positions])
+        seen = self.valid.repeat_interleave(self.rows_per_block, dim=1).unsqueeze(-1)
+        masks[..., :sequence_length] &= seen
+        return masks.unsqueeze(1)
+
+
+def sample_anchors(answer_mask: Tensor, count: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    """Draws up to `count` anchors in each sequence, without replacement, in rising order.
+
+    answer_mask: [B, S] bool, True on the tokens that the target wrote. An anchor is an answer token whose next token is
+    one too. Returns anchors [B, count] int64 and valid [B, count] bool; where a sequence has fewer, the rest repeat its
+    last position and are not valid. Raises ValueError when no sequence has any.
+    """
+    possible = answer_mask.clone()
+    possible[:, -1] = False
+    possible[:, :-1] &= answer_mask[:, 1:]
+    if not possible.any():
+        raise ValueError("no sequence has two answer tokens in a row; give longer answers or a longer row length")
+    noise = torch.rand(possible.shape, generator=generator, device=possible.device)
+    count = min(count, possible.shape[1])
+    score, anchors = noise.masked_fill(~possible, 2.0).topk(count, dim=1, largest=False)
+    valid = score < 2.0
+    anchors = anchors.masked_fill(~valid, possible.shape[1] - 1)
+    anchors, order = anchors.sort(dim=1)
+    return anchors, valid.gather(1, order)
+
+
+def lay_out_blocks(
+    tokens: Tensor, answer_mask: Tensor, anchors: Tensor, valid: Tensor, rows_per_block: int, alignment: Alignment
+) -> BlockLayout:
+    """The layout of blocks at `anchors`, with the labels that `alignment` asks for.
+
+    tokens: [B, S] int64. answer_mask: [B, S] bool. A row is supervised when it is a draft row of a valid block and its
+    label lies inside the sequence and the answer.
+    """
+    batch, length = tokens.shape
+    rows = torch.arange(rows_per_block, device=tokens.device)
+    positions = anchors.unsqueeze(-1) + rows
+    wanted = positions + alignment.label_offset
+    inside = wanted.clamp(max=length - 1).flatten(1)
+    labels = tokens.gather(1, inside).view_as(wanted)
+    supervised = answer_mask.gather(1, inside).view_as(wanted)
+    supervised = supervised & (wanted < length) & (rows >= alignment.first_draft_row) & valid.unsqueeze(-1)
+    labels = labels.masked_fill(~supervised, 0)
+    return BlockLayout(anchors, valid, positions.flatten(1), labels, supervised)
+
+
+def _rotation(drafter: Drafter, positions: Tensor) -> Rotation:
+    """cos and sin of positions [B, R], in the drafter's dtype."""
+    cos, sin = drafter.rotary_emb(drafter.fc.weight, positions)
+    return Rotation(cos.unsqueeze(1), sin.unsqueeze(1))
+
+
+def project_features(drafter: Drafter, features: Tensor) -> list[KeyValues]:
+    """Every layer's context of whole sequences: features [B, S, K*H] of positions 0..S-1; differentiable."""
+    fused = drafter.hidden_norm(drafter.fc(features.to(drafter.fc.weight.dtype)))
+    positions = torch.arange(features.shape[1], device=features.device).unsqueeze(0)
+    rotation = _rotation(drafter, positions)
+    return [layer.self_attn.keys_values(fused, rotation) for layer in drafter.layers]
+
+
+def block_forward(drafter: Drafter, tokens: Tensor, context: Sequence[KeyValues], layout: BlockLayout) -> Tensor:
+    """Hidden rows [B, N, R, H], after the final norm, of all blocks of all sequences at once.
+
+    The same layers as `Drafter.forward`, with a batch of sequences. tokens: [B, S] int64, read at the anchors.
+    """
+    rows = layout.rows_per_block
+    length = tokens.shape[1]
+    anchors = tokens.gather(1, layout.anchors.clamp(max=length - 1))
+    hidden = drafter.embed_block(anchors.flatten(), rows).view(len(tokens), -1, drafter.config.hidden_size)
+    rotation = _rotation(drafter, layout.positions)
+    masks = {span: layout.mask(span, length) for span in set(drafter.spans)}
+    for layer, span, key_values in zip(drafter.layers, drafter.spans, context, strict=True):
+        hidden = layer(hidden, BlockInput(rotation, key_values, masks[span], rows))
+    return drafter.norm(hidden).unflatten(1, (-1, rows))

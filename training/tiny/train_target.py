@@ -1,0 +1,236 @@
+"""Trains the bundled target, a stock `Qwen3_5MoeForCausalLM`, for a given wall-clock time.
+
+    python -m training.tiny.train_target --packed runs/packed --tokenizer runs/tokenizer --output runs/target --seconds 480
+
+On a GPU the model computes in bfloat16, as it is used later; AdamW keeps float32 masters of every weight. The learning rate follows
+the share of the time that has passed (warm-up, then cosine), so that a run ends annealed on any machine. A checkpoint is
+written every `--save-seconds` and at the end; `train_log.json` holds the losses and the held-out loss by domain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoTokenizer, GenerationConfig, Qwen3_5MoeForCausalLM
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import load_balancing_loss_func
+
+from training.tiny.fast_target import use_fast_forms
+from training.tiny.pack import read_rows
+from training.tiny.target_config import target_config
+
+# Share of each domain in a training step.
+MIXTURE = {
+    "gsm": 0.24,
+    "codeio": 0.08,
+    "code": 0.20,
+    "code_chat": 0.14,
+    "prose": 0.06,
+    "prose_chat": 0.08,
+    "dictionary": 0.06,
+    "documentation": 0.06,
+    "factbook": 0.07,
+    "chatter": 0.01,
+}
+_MEGABYTE = 1024 * 1024
+
+
+class MixedRows:
+    """Rows of every domain on the device, drawn by `MIXTURE`, each domain in shuffled epochs."""
+
+    def __init__(self, packed: Path, device: torch.device, seed: int):
+        self._random = np.random.default_rng(seed)
+        self._rows: dict[str, Tensor] = {}
+        for domain in json.loads((packed / "index.json").read_text())["train"]:
+            rows = read_rows(packed, "train", domain)
+            if len(rows):
+                self._rows[domain] = torch.from_numpy(rows.astype(np.int16)).to(device)
+        self._domains = list(self._rows)
+        shares = np.array([MIXTURE[domain] for domain in self._domains])
+        self._shares = shares / shares.sum()
+        self._order = {domain: np.empty(0, dtype=np.int64) for domain in self._domains}
+
+    def _take(self, domain: str, count: int) -> np.ndarray:
+        while len(self._order[domain]) < count:
+            epoch = self._random.permutation(len(self._rows[domain]))
+            self._order[domain] = np.concatenate([self._order[domain], epoch])
+        taken, self._order[domain] = self._order[domain][:count], self._order[domain][count:]
+        return taken
+
+    def batch(self, rows: int) -> Tensor:
+        """int64 [rows, length] of token ids."""
+        counts = self._random.multinomial(rows, self._shares)
+        parts = []
+        for domain, count in zip(self._domains, counts):
+            if count:
+                index = torch.from_numpy(self._take(domain, count))
+                parts.append(self._rows[domain][index.to(self._rows[domain].device)])
+        return torch.cat(parts).long()
+
+
+class MasterAdamW:
+    """AdamW over float32 masters of a bfloat16 model; matrices decay, vectors do not."""
+
+    def __init__(self, model: nn.Module, learning_rate: float, weight_decay: float):
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.masters = [parameter.detach().float().clone().requires_grad_() for parameter in self.parameters]
+        matrices = [master for master in self.masters if master.ndim > 1]
+        vectors = [master for master in self.masters if master.ndim <= 1]
+        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        fused = self.masters[0].is_cuda
+        self.optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=fused)
+        self.learning_rate = learning_rate
+
+    def step(self, factor: float, clip: float = 1.0) -> Tensor:
+        """One update at `factor` times the learning rate; returns the gradient norm. A non-finite one changes nothing."""
+        for master, parameter in zip(self.masters, self.parameters):
+            master.grad = None if parameter.grad is None else parameter.grad.to(torch.float32)
+            parameter.grad = None
+        norm = nn.utils.clip_grad_norm_(self.masters, clip, foreach=True)
+        finite = torch.isfinite(norm)
+        for master in self.masters:
+            if master.grad is not None:
+                master.grad = torch.where(finite, master.grad, 0.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate * factor
+        self.optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(self.parameters, self.masters)
+        return norm
+
+
+def schedule(progress: float, warmup: float = 0.02, floor: float = 0.02) -> float:
+    """Learning-rate factor at `progress` in [0, 1]: linear warm-up, then cosine down to `floor`."""
+    if progress < warmup:
+        return max(progress / warmup, 1e-3)
+    part = min((progress - warmup) / (1 - warmup), 1.0)
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * part))
+
+
+def training_loss(model: Qwen3_5MoeForCausalLM, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Next-token loss over all of `rows` int64 [R, T], with and without the load-balancing term."""
+    outputs = model.model(input_ids=rows, use_cache=False, output_router_logits=True)
+    logits = model.lm_head(outputs.last_hidden_state[:, :-1])
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+    balance = load_balancing_loss_func(outputs.router_logits, model.num_experts, model.num_experts_per_tok)
+    return loss + model.router_aux_loss_coef * balance, loss.detach()
+
+
+@torch.no_grad()
+def heldout_losses(model: Qwen3_5MoeForCausalLM, packed: Path, padding: int, rows_per_domain: int) -> dict[str, float]:
+    """Mean next-token loss in nats by domain, over whole held-out documents (padding left out)."""
+    device, losses = next(model.parameters()).device, {}
+    for domain, count in json.loads((packed / "index.json").read_text())["heldout"].items():
+        rows = torch.from_numpy(read_rows(packed, "heldout", domain)[:rows_per_domain].astype(np.int64))
+        total, tokens = 0.0, 0
+        for part in rows.split(32):
+            part = part.to(device)
+            logits = model(input_ids=part, use_cache=False).logits[:, :-1]
+            labels = part[:, 1:]
+            # Everything after a document's own end-of-text token is padding.
+            labels = labels.masked_fill((part == padding).cumsum(1)[:, :-1] > 0, -100)
+            total += F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum").item()
+            tokens += int((labels != -100).sum())
+        if count:
+            losses[domain] = round(total / tokens, 4)
+    return losses
+
+
+def save_target(model: Qwen3_5MoeForCausalLM, end_ids: list[int], output: Path) -> None:
+    """Writes the checkpoint in shards under 16 MiB, complete or not at all."""
+    partial = output.with_name(output.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    saved = copy.deepcopy(model).to(torch.bfloat16)
+    saved.generation_config = GenerationConfig(eos_token_id=end_ids, pad_token_id=model.config.pad_token_id)
+    saved.save_pretrained(partial, max_shard_size=15 * _MEGABYTE)
+    shutil.rmtree(output, ignore_errors=True)
+    os.replace(partial, output)
+
+
+@dataclass
+class Clock:
+    """Wall-clock budget of a run, in seconds since the process's own start."""
+
+    seconds: float
+    start: float
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.start
+
+    @property
+    def progress(self) -> float:
+        return min(self.elapsed / self.seconds, 1.0)
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--packed", type=Path, required=True)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=480.0, help="training time, loading not counted")
+    parser.add_argument("--max-steps", type=int, default=10**9)
+    parser.add_argument("--rows", type=int, default=64, help="rows of one step")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--save-seconds", type=float, default=120.0)
+    parser.add_argument("--heldout-rows", type=int, default=192)
+    parser.add_argument("--compiled", action="store_true", help="compile the elementwise parts (a minute on a GPU)")
+    parser.add_argument("--config", type=json.loads, default={}, help="JSON of config values to change")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    torch.manual_seed(options.seed)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    use_fast_forms(options.compiled)
+    device = torch.device(options.device)
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+    end_ids = [tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = Qwen3_5MoeForCausalLM(target_config(tokenizer, **options.config)).to(device, dtype)
+    model.config._attn_implementation = "sdpa"
+    data = MixedRows(options.packed, device, options.seed)
+    optimizer = MasterAdamW(model, options.learning_rate, options.weight_decay)
+    model.train()
+    clock = Clock(options.seconds, time.monotonic())
+    log: dict = {"parameters": sum(p.numel() for p in model.parameters()), "steps": [], "arguments": vars(options)}
+    next_save, step = options.save_seconds, 0
+    while clock.progress < 1.0 and step < options.max_steps:
+        rows = data.batch(options.rows)
+        loss, plain = training_loss(model, rows)
+        loss.backward()
+        norm = optimizer.step(schedule(clock.progress))
+        step += 1
+        if step % 50 == 0 or step <= 3:
+            tokens = step * rows.numel()
+            record = {"step": step, "seconds": round(clock.elapsed, 1), "loss": round(plain.item(), 4)}
+            log["steps"].append(record)
+            print(record, f"norm {norm.item():.2f}, {tokens / clock.elapsed / 1e6:.3f} M tokens/s", flush=True)
+        if clock.elapsed > next_save:
+            save_target(model, end_ids, options.output)
+            next_save += options.save_seconds
+    log["tokens"], log["seconds"] = step * rows.numel(), clock.elapsed
+    save_target(model, end_ids, options.output)
+    model.eval()
+    log["heldout_loss"] = heldout_losses(model, options.packed, end_ids[1], options.heldout_rows)
+    print(json.dumps(log["heldout_loss"]), f"{log['tokens'] / 1e6:.1f} M tokens", flush=True)
+    (options.output / "train_log.json").write_text(json.dumps(log, indent=1, default=str))
+
+
+if __name__ == "__main__":
+    main()
