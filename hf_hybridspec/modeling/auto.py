@@ -9,6 +9,7 @@ import torch
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
+from ..bundled import resolve
 from .dflash.modeling_dflash import DFlash2Drafter, DFlashDrafter
 from .drafter import Drafter
 from .drafter_checkpoint import WEIGHTS, WEIGHTS_INDEX, load_drafter, read_tensors, shard_names
@@ -42,10 +43,10 @@ class AutoDrafter:
         is_causal: bool | None = None,
         **hub_kwargs: Any,
     ) -> Drafter:
-        """The drafter of a Hub repository or a folder, in eval mode.
+        """The drafter of a bundled name, a folder or a Hub repository, in eval mode.
 
         Args:
-            pretrained_model_name_or_path: folder or repository id.
+            pretrained_model_name_or_path: bundled name (`hf_hybridspec.bundled`), folder, or repository id.
             dtype: "auto" keeps the checkpoint's; float16 becomes bfloat16 (drafters overflow in float16).
             device_map: one device ("cuda", 0, {"": "cuda:1"}), or "auto": CUDA where there is one.
             sample_from_anchor: states the row alignment where the checkpoint leaves it ambiguous.
@@ -60,7 +61,7 @@ class AutoDrafter:
         unknown = sorted(hub_kwargs.keys() - HUB_ARGUMENTS)
         if unknown:
             raise ValueError(f"AutoDrafter.from_pretrained does not take {unknown}. It takes {sorted(HUB_ARGUMENTS)}.")
-        source = fspath(pretrained_model_name_or_path)
+        source = resolve(fspath(pretrained_model_name_or_path))
         raw = read_config(source, hub_kwargs)
         published = read_published_config(raw, sample_from_anchor=sample_from_anchor, is_causal=is_causal)
         drafter_class = DRAFTER_CLASSES[published.family]

@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 
+from hf_hybridspec.bundled import BUNDLED_MODELS
 from hf_hybridspec.modeling.auto import DRAFTER_CLASSES, AutoDrafter
 
 from .drafter_helpers import CLASSES, make_drafter
@@ -26,6 +27,11 @@ def test_the_architecture_picks_the_class(tmp_path, family):
 def test_a_subfolder_and_a_string_path_load(tmp_path):
     make_drafter("dflash").save_pretrained(tmp_path / "inner")
     assert AutoDrafter.from_pretrained(str(tmp_path), subfolder="inner").config.family == "dflash"
+
+
+def test_a_bundled_name_loads_its_folder(folder, monkeypatch):
+    monkeypatch.setitem(BUNDLED_MODELS, "tiny-for-this-test", folder)
+    assert AutoDrafter.from_pretrained("tiny-for-this-test").config.family == "dflash"
 
 
 @pytest.mark.parametrize(
