@@ -43,19 +43,21 @@ VERIFY_TILE = Tile(block_v=32, num_warps=4)
 COMMIT_TILE = Tile(block_v=32, num_warps=4)
 # Of the products with 16-bit activations; fp32 activations take "ieee".
 HALF_PRECISION = "tf32x3"
+# Of the rank-m update, for all activations.
+COMMIT_PRECISION = "ieee"
 
 
 @triton.jit
-def _block_diagonal_inverse(b_x, SMALL: tl.constexpr):
+def _block_diagonal_inverse(b_x, SMALL: tl.constexpr, PRECISION: tl.constexpr):
     """Inverse of I - X for a block-diagonal X whose 4 x 4 blocks are strictly lower triangular."""
     o_n = tl.arange(0, SMALL)
     b_eye = (o_n[:, None] == o_n[None, :]).to(tl.float32)
-    b_square = tl.dot(b_x, b_x, input_precision="ieee")
-    return b_eye + b_x + tl.dot(b_square, b_eye + b_x, input_precision="ieee")
+    b_square = tl.dot(b_x, b_x, input_precision=PRECISION)
+    return b_eye + b_x + tl.dot(b_square, b_eye + b_x, input_precision=PRECISION)
 
 
 @triton.jit
-def _unit_lower_inverse(b_x, N: tl.constexpr, SMALL: tl.constexpr):
+def _unit_lower_inverse(b_x, N: tl.constexpr, SMALL: tl.constexpr, PRECISION: tl.constexpr):
     """Inverse of H = I - X for strictly lower triangular `[16, 16]` X whose rows from N on are zero."""
     o_n = tl.arange(0, SMALL)
     b_eye = (o_n[:, None] == o_n[None, :]).to(tl.float32)
@@ -69,19 +71,19 @@ def _unit_lower_inverse(b_x, N: tl.constexpr, SMALL: tl.constexpr):
             b_row = tl.sum(b_row[:, None] * b_inverse, axis=0)
             b_inverse += tl.where(o_n[:, None] == i, b_row[None, :], 0.0)
     elif N == 4:
-        b_inverse = _block_diagonal_inverse(b_x, SMALL)
+        b_inverse = _block_diagonal_inverse(b_x, SMALL, PRECISION)
     elif N == 6 or N == 8:
         m_same_block = (o_n[:, None] // 4) == (o_n[None, :] // 4)
-        b_blocks = _block_diagonal_inverse(tl.where(m_same_block, b_x, 0.0), SMALL)
-        b_corner = tl.dot(tl.where(m_same_block, 0.0, b_x), b_blocks, input_precision="ieee")
-        b_inverse = b_blocks + tl.dot(b_blocks, b_corner, input_precision="ieee")
+        b_blocks = _block_diagonal_inverse(tl.where(m_same_block, b_x, 0.0), SMALL, PRECISION)
+        b_corner = tl.dot(tl.where(m_same_block, 0.0, b_x), b_blocks, input_precision=PRECISION)
+        b_inverse = b_blocks + tl.dot(b_blocks, b_corner, input_precision=PRECISION)
     else:
-        b_x2 = tl.dot(b_x, b_x, input_precision="ieee")
-        b_x4 = tl.dot(b_x2, b_x2, input_precision="ieee")
-        b_x8 = tl.dot(b_x4, b_x4, input_precision="ieee")
-        b_low = b_eye + b_x + b_x2 + tl.dot(b_x, b_x2, input_precision="ieee")
-        b_high = b_eye + b_x4 + b_x8 + tl.dot(b_x4, b_x8, input_precision="ieee")
-        b_inverse = tl.dot(b_low, b_high, input_precision="ieee")
+        b_x2 = tl.dot(b_x, b_x, input_precision=PRECISION)
+        b_x4 = tl.dot(b_x2, b_x2, input_precision=PRECISION)
+        b_x8 = tl.dot(b_x4, b_x4, input_precision=PRECISION)
+        b_low = b_eye + b_x + b_x2 + tl.dot(b_x, b_x2, input_precision=PRECISION)
+        b_high = b_eye + b_x4 + b_x8 + tl.dot(b_x4, b_x8, input_precision=PRECISION)
+        b_inverse = tl.dot(b_low, b_high, input_precision=PRECISION)
     return b_inverse
 
 
@@ -155,7 +157,7 @@ def _verify_kernel(
     b_gamma = tl.exp(tl.where(m_seen, b_g[:, None] - b_g[None, :], float("-inf"))) * b_key_scale[None, :]
     b_keys = tl.trans(b_key)
     b_system = b_gamma * tl.dot(b_key, b_keys, input_precision="ieee") * (b_beta * b_key_scale)[:, None]
-    b_inverse = _unit_lower_inverse(tl.where(o_n[:, None] > o_n[None, :], -b_system, 0.0), N, SMALL)
+    b_inverse = _unit_lower_inverse(tl.where(o_n[:, None] > o_n[None, :], -b_system, 0.0), N, SMALL, PRECISION)
     b_attend = b_gamma * tl.dot(b_query, b_keys, input_precision="ieee") * (b_query_scale * scale)[:, None]
 
     # 3. Equations 3 and 10.
@@ -254,7 +256,7 @@ def commit_gated_delta_rule(
             *recurrent_states.stride(), *factors.z.stride(), *factors.k.stride(), *factors.g.stride(),
             HV=num_v_heads, GROUP=num_v_heads // factors.k.shape[3], K=k_dim, V=v_dim,
             SMALL=PADDED_ROWS, BK=_padded(k_dim), BV=block_v,
-            PRECISION="ieee", ON_DEVICE=isinstance(commit_length, torch.Tensor),
+            PRECISION=COMMIT_PRECISION, ON_DEVICE=isinstance(commit_length, torch.Tensor),
             num_warps=COMMIT_TILE.num_warps,
         )  # fmt: skip
 
