@@ -1,4 +1,4 @@
-"""Tests mirror the package. Without CUDA, Triton's interpreter runs the kernels: asked for before triton is imported."""
+"""Tests mirror the package. Without CUDA, Triton's interpreter runs the kernels; triton reads that when imported."""
 
 import os
 
