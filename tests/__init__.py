@@ -1,4 +1,4 @@
-"""Tests mirror the package. Without CUDA, Triton's interpreter runs the kernels; triton reads that when imported."""
+"""Without a CUDA device, Triton's interpreter runs the kernels: it must be asked for before triton is imported."""
 
 import os
 

@@ -1,6 +1,7 @@
 """Tiny random targets of every supported class, and a drafter that proposes what a test tells it to."""
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from transformers import (
@@ -16,6 +17,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
+import hf_hybridspec
 from hf_hybridspec.modeling.dflash.configuration_dflash import DFlashConfig
 from hf_hybridspec.modeling.dflash.modeling_dflash import DFlashDrafter
 from hf_hybridspec.modeling.drafter import Draft
@@ -92,6 +94,35 @@ def random_target(kind: str = "qwen3_5_moe", seed: int = 0) -> PreTrainedModel:
 def random_prompt(length: int, seed: int = 0) -> torch.Tensor:
     """`[1, length]` token ids, none of them special."""
     return torch.randint(1, 99, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+class TargetPair:
+    """A stock target and an attached one of the same weights, and what the stock one generates.
+
+    Attributes:
+        kind: one of TARGETS.
+        prompt: `[1, 9]`, the prompt of `reference`. Its continuation does not repeat itself in 500 tokens, its closest
+            two logits differ by 2e-4, and its token 17 has not occurred before.
+    """
+
+    def __init__(self, kind: str):
+        self.kind = kind
+        self.stock = random_target(kind)
+        self.attached = hf_hybridspec.attach(random_target(kind))
+        self.prompt = random_prompt(9, seed=1)
+        self._references: dict[tuple, torch.Tensor] = {}
+
+    @cached_property
+    def reference(self) -> torch.Tensor:
+        """`[1, 509]`, the prompt and 500 tokens of plain greedy decoding with the stock model."""
+        return self.stock.generate(self.prompt, max_new_tokens=500, do_sample=False)
+
+    def generate_plainly(self, prompt: torch.Tensor, **options) -> torch.Tensor:
+        """What the stock model generates greedily with options of numbers and strings, `[1, n]`; computed once."""
+        key = (tuple(prompt[0].tolist()), *sorted(options.items()))
+        if key not in self._references:
+            self._references[key] = self.stock.generate(prompt, do_sample=False, **options)
+        return self._references[key]
 
 
 class ScriptedDrafter(DFlashDrafter):
