@@ -16,7 +16,6 @@ from ..modeling.sparse_moe import has_router
 from ..modeling.split_forward import SplitForward
 from ..modeling.taps import Taps
 from ..modeling.target import split_obstacle, text_model
-from .cache_reuse import Resumption
 from .candidate_generator import HybridSpecCandidateGenerator
 from .decoding import DecodingState, decode
 from .draft_session import DraftSession
@@ -33,29 +32,37 @@ PATHS = ("auto", "round", "host")
 
 @dataclass(frozen=True)
 class CallOptions:
-    """What a call asks of us beside transformers' own arguments; None stands for the default."""
+    """What a call asks of us beside transformers' own arguments; None stands for the default.
+
+    Attributes:
+        named: those of our arguments that the call gives itself.
+    """
 
     length_policy: LengthPolicy | None = None
     decoding_path: str = "auto"
+    named: tuple[str, ...] = ()
 
     def __post_init__(self):
         if self.decoding_path not in PATHS:
             raise ValueError(f"decoding_path must be one of {', '.join(PATHS)}, got {self.decoding_path!r}.")
 
+    def refuse_unused(self) -> None:
+        """Raises ValueError if the call gives options that only a drafter obeys, although none drafts in it."""
+        if self.named:
+            raise ValueError(
+                f"{' and '.join(self.named)} would have no effect: no drafter drafts in this call. Pass "
+                "assistant_model=AutoDrafter.from_pretrained(...), or leave it out."
+            )
+
 
 @dataclass
 class AssistedCall:
-    """The parts of one call; `run_rounds` is our loop, `candidate_generator` serves the host's.
-
-    Attributes:
-        resumption: how the prompt continues the cache.
-    """
+    """The parts of one call; `run_rounds` is our loop, `candidate_generator` serves the host's."""
 
     model: PreTrainedModel
     drafter: Drafter
     cache: HybridCache
     options: CallOptions
-    resumption: Resumption
     logits_processor: LogitsProcessorList
     stopping_criteria: StoppingCriteriaList
     generation_config: GenerationConfig
@@ -88,30 +95,27 @@ class AssistedCall:
         emission = Emission(input_ids, self.stopping_criteria, self.generation_config, self.streamer)
         verifier = TokenVerifier(self.logits_processor, self.generation_config.do_sample)
         position_ids = model_kwargs["position_ids"]
-        try:
-            with self.taps(self.drafting.observe):
-                outputs = self.model._prefill(input_ids, self.generation_config, dict(model_kwargs))
-            first = verifier.verify(input_ids, input_ids.new_empty(0), outputs.logits[0, -1:])
-            del outputs
-            emission.append(first, emission.admit(first))
-            decode(
-                DecodingState(
-                    SplitForward(
-                        text_model(self.model), self.model.get_output_embeddings(), self.drafter.target_layer_ids
-                    ),
-                    self.cache,
-                    self.drafting,
-                    self.policy,
-                    verifier,
-                    emission,
-                    self.statistics,
-                    position_ids[..., -1:] + 1,
-                    self.attention_mask,
-                )
+        with self.taps(self.drafting.observe):
+            outputs = self.model._prefill(input_ids, self.generation_config, dict(model_kwargs))
+        first = verifier.verify(input_ids, input_ids.new_empty(0), outputs.logits[0, -1:])
+        del outputs
+        emission.append(first, emission.admit(first))
+        decode(
+            DecodingState(
+                SplitForward(
+                    text_model(self.model), self.model.get_output_embeddings(), self.drafter.target_layer_ids
+                ),
+                self.cache,
+                self.drafting,
+                self.policy,
+                verifier,
+                emission,
+                self.statistics,
+                position_ids[..., -1:] + 1,
+                self.attention_mask,
             )
-            emission.end()
-        finally:
-            self.cache.token_ids = self.resumption.committed_ids(emission.input_ids, self.cache)
+        )
+        emission.end()
         return self._output(emission)
 
     def _output(self, emission: Emission):

@@ -1,5 +1,6 @@
 """A drafter at work beside one cache: which positions it has seen, and what it reads of the target."""
 
+import copy
 import weakref
 from dataclasses import dataclass
 
@@ -16,6 +17,12 @@ class KeptContext:
 
     drafter: weakref.ref
     context: DraftContext
+
+    def fork(self) -> "KeptContext":
+        """The context as it is now. Rows are only ever appended, so the buffers are shared, not copied."""
+        context = copy.copy(self.context)
+        context.layers = [copy.copy(layer) for layer in self.context.layers]
+        return KeptContext(self.drafter, context)
 
 
 class DraftSession:

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationMixin
 from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS, GenerationMode
 from transformers.utils import logging
 
@@ -15,9 +15,19 @@ from ..modeling.hybrid_cache import HybridCache
 from ..modeling.target import input_embedding
 from .assisted_call import AssistedCall, CallOptions, draft_after_prefill
 from .cache_reuse import Resumption, resume
+from .call_checks import (
+    drafting_obstacle,
+    names_no_assistant,
+    prompt_length,
+    refuse_full_cache,
+    refuse_host_draft_options,
+    refuse_prompt,
+    refuse_unsupported,
+)
 from .length_policies import LengthPolicy, parse_policy
 from .outputs import HybridSpecGenerateOutput
 from .prefill import prefill_head
+from .restore_point import restored_on_failure
 from .statistics import GenerationStatistics
 
 logger = logging.get_logger(__name__)
@@ -57,34 +67,48 @@ class HybridSpecGenerationMixin:
             decoding_path: `auto` (default), `round` or `host`.
         """
         call = inspect.signature(GenerationMixin.generate).bind_partial(self, *args, **kwargs)
-        if self._hybridspec.drafter is not None and _names_no_assistant(call, self.generation_config):
-            obstacle = _drafting_obstacle(call, self.generation_config)
+        if self._hybridspec.drafter is not None and names_no_assistant(call, self.generation_config):
+            obstacle = drafting_obstacle(call, self.generation_config)
             if obstacle is None:
                 call.arguments["assistant_model"] = self._hybridspec.drafter
             else:
                 logger.warning_once(f"The attached drafter is left out of this call: {obstacle}.")
+        if isinstance(call.arguments.get("assistant_model"), Drafter):
+            refuse_host_draft_options(call, self.generation_config)
         call.arguments.pop("self")
         extra = call.arguments.pop("kwargs", {})
         return super().generate(**call.arguments, **extra)
 
     def _prepare_generation_config(self, generation_config, **kwargs):
-        length_policy = kwargs.pop("length_policy", None) or self._hybridspec.length_policy
+        given = {name: kwargs.pop(name, None) for name in ("length_policy", "decoding_path")}
+        named = tuple(name for name, value in given.items() if value is not None)
+        length_policy = given["length_policy"] or self._hybridspec.length_policy
         if isinstance(length_policy, str):
             length_policy = parse_policy(length_policy)
-        options = CallOptions(length_policy, kwargs.pop("decoding_path", "auto"))
+        options = CallOptions(length_policy, given["decoding_path"] or "auto", named)
         generation_config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
         # Private like the host's own notes on the copy it makes for the call.
         generation_config._hybridspec_options = options
         return generation_config, model_kwargs
 
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
-        drafter = generation_mode_kwargs.get("assistant_model")
-        if not isinstance(drafter, Drafter):
+        assistant = generation_mode_kwargs.get("assistant_model")
+        is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
+        if is_assisted:
+            refuse_unsupported(generation_config)
+        if not isinstance(assistant, Drafter) or not is_assisted:
+            generation_config._hybridspec_options.refuse_unused()
+        if not isinstance(assistant, Drafter):
+            if generation_config.speculation_type is not None and assistant is None:
+                raise ValueError(
+                    f"speculation_type={generation_config.speculation_type!r} would have no effect without a drafter. "
+                    "Pass assistant_model=AutoDrafter.from_pretrained(...), or leave it out."
+                )
             return super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
         others = {key: value for key, value in generation_mode_kwargs.items() if key != "assistant_model"}
         super()._validate_generation_mode(generation_mode, generation_config, others)
-        if generation_mode == GenerationMode.ASSISTED_GENERATION:
-            _refuse_unsupported(generation_config)
+        if is_assisted:
+            drafter = assistant
             drafter.bind(input_embedding(self), self.get_output_embeddings(), self.config)
 
     def _prepare_cache_for_generation(
@@ -166,121 +190,54 @@ class HybridSpecGenerationMixin:
         tokenizer=None,
         **model_kwargs,
     ):
-        _refuse_batch(input_ids, model_kwargs)
+        refuse_prompt(input_ids, model_kwargs, self.config)
         cache = model_kwargs["cache"]
         resumption = _resume(cache, input_ids, generation_config, model_kwargs)
-        taps = nullcontext()
-        if isinstance(assistant_model, Drafter):
-            call = AssistedCall(
-                self,
-                assistant_model,
-                cache,
-                generation_config._hybridspec_options,
-                resumption,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                streamer,
-                model_kwargs.get("attention_mask"),
-            )
-            self._hybridspec.statistics = call.statistics
-            if call.statistics.path == "round":
-                return call.run_rounds(input_ids, model_kwargs)
-            generation_config._hybridspec_call = call
-            taps = call.taps(call.candidate_generator.on_features)
-        try:
-            with taps:
-                prefill_head(self, cache, input_ids, resumption, generation_config, model_kwargs)
-                output = super()._assisted_decoding(
-                    input_ids,
+        refuse_full_cache(cache, resumption, input_ids, generation_config)
+        with restored_on_failure(cache):
+            call, taps = None, nullcontext()
+            if isinstance(assistant_model, Drafter):
+                call = AssistedCall(
+                    self,
+                    assistant_model,
+                    cache,
+                    generation_config._hybridspec_options,
                     logits_processor,
                     stopping_criteria,
                     generation_config,
-                    synced_gpus=synced_gpus,
-                    streamer=streamer,
-                    inputs_tensor=inputs_tensor,
-                    assistant_model=assistant_model,
-                    assistant_tokenizer=assistant_tokenizer,
-                    tokenizer=tokenizer,
-                    **model_kwargs,
+                    streamer,
+                    model_kwargs.get("attention_mask"),
                 )
-        except BaseException:
-            cache.token_ids = None
-            raise
-        finally:
-            cache.stop_recording()
-        sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        cache.token_ids = resumption.committed_ids(sequences, cache)
-        if isinstance(assistant_model, Drafter) and not isinstance(output, torch.Tensor):
+                self._hybridspec.statistics = call.statistics
+                generation_config._hybridspec_call = call
+                taps = call.taps(call.candidate_generator.on_features)
+            if call is not None and call.statistics.path == "round":
+                output = call.run_rounds(input_ids, model_kwargs)
+            else:
+                with taps:
+                    prefill_head(self, cache, input_ids, resumption, generation_config, model_kwargs)
+                    output = super()._assisted_decoding(
+                        input_ids,
+                        logits_processor,
+                        stopping_criteria,
+                        generation_config,
+                        synced_gpus=synced_gpus,
+                        streamer=streamer,
+                        inputs_tensor=inputs_tensor,
+                        assistant_model=assistant_model,
+                        assistant_tokenizer=assistant_tokenizer,
+                        tokenizer=tokenizer,
+                        **model_kwargs,
+                    )
+        cache.stop_recording()
+        is_tensor = isinstance(output, torch.Tensor)
+        cache.token_ids = resumption.committed_ids(output if is_tensor else output.sequences, cache)
+        if call is not None and not is_tensor and not isinstance(output, HybridSpecGenerateOutput):
             output = HybridSpecGenerateOutput(**output, statistics=call.statistics)
         return output
-
-
-def _names_no_assistant(call: inspect.BoundArguments, defaults: GenerationConfig) -> bool:
-    """Whether the call leaves the choice of an assistant to the model."""
-    if call.arguments.get("assistant_model") is not None or call.arguments.get("custom_generate") is not None:
-        return False
-    asked = _asked(call, defaults)
-    assistants = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "is_assistant")
-    return not any(asked(name) for name in assistants)
-
-
-def _drafting_obstacle(call: inspect.BoundArguments, defaults: GenerationConfig) -> str | None:
-    """Why the attached drafter cannot serve a call that did not ask for it, or None."""
-    asked = _asked(call, defaults)
-    if (asked("num_beams") or 1) > 1 or (asked("num_return_sequences") or 1) > 1:
-        return "it searches beams or returns several sequences"
-    if asked("guidance_scale") not in (None, 1, 1.0) or asked("use_cache") is False:
-        return "guidance_scale or use_cache=False needs plain decoding"
-    kwargs = call.arguments.get("kwargs", {})
-    given = (call.arguments.get("inputs"), kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-    if any(tensor is not None and tensor.shape[0] > 1 for tensor in given):
-        return "it holds several sequences"
-    return None
-
-
-def _asked(call: inspect.BoundArguments, defaults: GenerationConfig):
-    """Looks a generation option up where generate() would: keyword, the call's config, the model's config."""
-    kwargs, config = call.arguments.get("kwargs", {}), call.arguments.get("generation_config")
-
-    def lookup(name: str):
-        values = (kwargs.get(name), getattr(config, name, None), getattr(defaults, name, None))
-        return next((value for value in values if value is not None), None)
-
-    return lookup
-
-
-def _refuse_unsupported(generation_config: GenerationConfig) -> None:
-    if generation_config.guidance_scale not in (None, 1, 1.0):
-        raise ValueError(
-            f"guidance_scale={generation_config.guidance_scale} cannot be combined with a drafter: "
-            "its processor keeps a "
-            "state of its own, which rejected tokens would corrupt. Leave out guidance_scale or assistant_model."
-        )
-    if generation_config.assistant_ensemble_weight is not None:
-        raise ValueError(
-            "assistant_ensemble_weight mixes the drafter into the output, which would not be the "
-            "target's. Leave it out."
-        )
-
-
-def _refuse_batch(input_ids: torch.Tensor, model_kwargs: dict) -> None:
-    embeds = model_kwargs.get("inputs_embeds")
-    rows = input_ids.shape[0] if embeds is None else embeds.shape[0]
-    if rows != 1:
-        raise ValueError(
-            f"Assisted decoding takes one sequence at a time, got a batch of {rows}. Call generate() for each."
-        )
-    if _prompt_length(input_ids, model_kwargs) == 0:
-        raise ValueError("The prompt is empty. Give at least one token.")
-
-
-def _prompt_length(input_ids: torch.Tensor, model_kwargs: dict) -> int:
-    embeds = model_kwargs.get("inputs_embeds")
-    return input_ids.shape[1] if embeds is None else embeds.shape[1]
 
 
 def _resume(cache: HybridCache, input_ids, generation_config, model_kwargs) -> Resumption:
     mask = model_kwargs.get("attention_mask")
     mask_length = generation_config._mask_length if mask is None else mask.shape[1]
-    return resume(cache, input_ids, _prompt_length(input_ids, model_kwargs), mask_length)
+    return resume(cache, input_ids, prompt_length(input_ids, model_kwargs), mask_length)
