@@ -1,35 +1,36 @@
 """How many rows the target verifies in a round. A length is fixed before any verification draw is made."""
 
-from abc import ABC, abstractmethod
+from transformers import PreTrainedModel
+from transformers.utils import logging
 
-from ..modeling.drafter import Draft
+from ..calibration.profile import CalibrationProfile
+from ..modeling.drafter import Draft, Drafter
+from .adaptive_policies import CALIBRATED_POLICIES, ConfidenceScheduler, DCut, Evict, HybridSpec, NominalOnly
+from .policy_base import MIN_LENGTH, LengthPolicy
+
+__all__ = [
+    "DEFAULT_STATIC_LENGTH",
+    "MIN_LENGTH",
+    "POLICY_NAMES",
+    "ConfidenceScheduler",
+    "DCut",
+    "Evict",
+    "Full",
+    "HybridSpec",
+    "LengthPolicy",
+    "NominalOnly",
+    "Static",
+    "check_policy",
+    "default_policy",
+    "parse_policy",
+]
+
+logger = logging.get_logger(__name__)
 
 # Verified rows of the default policy on an MoE target, where every further row may bring new experts.
 DEFAULT_STATIC_LENGTH = 6
-MIN_LENGTH = 2
-
-
-class LengthPolicy(ABC):
-    """Chooses verification lengths (HybridSpec, section 3.3); one object may serve many calls.
-
-    Attributes:
-        name: as `parse_policy` and the statistics spell it.
-        lookahead: rows beyond the nominal length that Stage 0 processes, for `correct` to decide on.
-    """
-
-    name: str
-    lookahead = 0
-
-    @abstractmethod
-    def select(self, draft: Draft) -> int:
-        """Nominal verification length w0 in [2, D + 1], anchor included, from the drafter's signals alone."""
-
-    def correct(self, nominal_length: int, new_experts: int) -> int:
-        """Length after the routing correction: `nominal_length` or up to `lookahead` more.
-
-        `new_experts` is the number of Layer-0 experts that only the lookahead rows select.
-        """
-        return nominal_length
+# As `parse_policy` takes them; those that need a profile come first.
+POLICY_NAMES = (*CALIBRATED_POLICIES, "static:W", "full")
 
 
 class Full(LengthPolicy):
@@ -59,21 +60,31 @@ class Static(LengthPolicy):
     def select(self, draft: Draft) -> int:
         return min(self.length, draft.tokens.shape[0] + 1)
 
+    def check(self, target: PreTrainedModel, drafter: Drafter) -> None:
+        check_policy(self, drafter.num_draft_tokens)
 
-def parse_policy(name: str) -> LengthPolicy:
-    """A policy by its name: `full` or `static:W`.
+
+def parse_policy(name: str, profile: CalibrationProfile | None = None) -> LengthPolicy:
+    """A policy by its name (POLICY_NAMES). `profile` serves the calibrated ones; the others do without.
 
     Raises:
-        ValueError: the name is unknown, or W is no length.
+        ValueError: the name is unknown, W is no length, or a calibrated policy is named without a profile.
     """
     kind, _, argument = name.partition(":")
     if kind == "full" and not argument:
         return Full()
     if kind == "static" and argument.isdecimal():
         return Static(int(argument))
+    if name in CALIBRATED_POLICIES:
+        if profile is None:
+            raise ValueError(
+                f"The length policy {name!r} needs a calibration profile. Run `hf-hybridspec calibrate` and give its "
+                "file, or leave the policy out to verify the default length."
+            )
+        return CALIBRATED_POLICIES[name](profile)
     raise ValueError(
         f"Unknown length policy {name!r}. Use 'full', or 'static:W' with W from 2 to the drafter's "
-        "block, such as 'static:6'."
+        f"block, such as 'static:6', or with a profile one of {', '.join(CALIBRATED_POLICIES)}."
     )
 
 
@@ -88,5 +99,14 @@ def check_policy(policy: LengthPolicy, num_draft_tokens: int) -> None:
 
 
 def default_policy(is_sparse: bool, num_draft_tokens: int) -> LengthPolicy:
-    """The stated default: full blocks on a dense target, static 6 (or the drafter's block) on an MoE target."""
-    return Static(min(DEFAULT_STATIC_LENGTH, num_draft_tokens + 1)) if is_sparse else Full()
+    """The stated default without a profile: full blocks on a dense target, static 6 (or the block) on an MoE target.
+
+    The choice is logged once.
+    """
+    policy = Static(min(DEFAULT_STATIC_LENGTH, num_draft_tokens + 1)) if is_sparse else Full()
+    logger.warning_once(
+        f"No length policy and no calibration profile: every round verifies {policy.name}, the default of "
+        f"{'an MoE' if is_sparse else 'a dense'} target. `hf-hybridspec calibrate` measures a profile for "
+        "'hybridspec'."
+    )
+    return policy
