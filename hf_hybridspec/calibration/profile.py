@@ -136,7 +136,7 @@ class CalibrationProfile:
     Attributes:
         rho: tokens per second at which latency is converted into tokens; the pooled throughput of the selector.
         static_length: the fixed length with the highest pooled throughput on the calibration rounds.
-        prompts: name and hash of the calibration prompts.
+        prompts, prompts_hash, prompt_keys: name of the calibration prompts, hash of their set, hash of each.
         notes: fallbacks that calibration took, in words.
     """
 
@@ -149,7 +149,7 @@ class CalibrationProfile:
     quality: FitQuality
     prompts: str
     prompts_hash: str
-    num_prompts: int
+    prompt_keys: tuple[str, ...]
     num_rounds: int
     software: str
     notes: tuple[str, ...]
