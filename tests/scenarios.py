@@ -1,0 +1,36 @@
+"""Calls of generate() with a scripted drafter, in the loop that a test names."""
+
+import torch
+
+from tests.support import ScriptedDrafter, scripted_drafter
+
+LOOPS = ("round", "host")
+
+# Right drafts of each round in turn: some, none, all, and so on.
+MIXED = (3, 0, 15, 7, 1, 15, 2)
+
+
+def scripted(sequence: torch.Tensor, num_right=MIXED, block_size: int = 16) -> ScriptedDrafter:
+    """A drafter of `[1, n]` prompt and continuation that is right as often as `num_right` says, in a cycle."""
+    return scripted_drafter(block_size).script(sequence[0], list(num_right) * 60)
+
+
+def assisted(model, inputs, drafter, loop: str, **options):
+    """generate() with a drafter, greedy and of full blocks unless `options` say otherwise; `inputs` ids or keywords.
+
+    Fails unless the loop it names ran.
+    """
+    keywords = {"inputs": inputs} if isinstance(inputs, torch.Tensor) else dict(inputs)
+    defaults = {"do_sample": False, "length_policy": "full"}
+    output = model.generate(
+        assistant_model=drafter, decoding_path=loop, **keywords, **{**defaults, **options}
+    )
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    assert base.generation_statistics.path == loop
+    return output
+
+
+def plain(model, inputs, **options):
+    """generate() of a stock model, greedy unless `options` say otherwise."""
+    keywords = {"inputs": inputs} if isinstance(inputs, torch.Tensor) else dict(inputs)
+    return model.generate(**keywords, **{"do_sample": False, **options})
