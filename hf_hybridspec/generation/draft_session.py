@@ -56,6 +56,8 @@ class DraftSession:
 
     def propose(self, anchor: torch.Tensor) -> Draft:
         """The proposal block after `anchor` `[1]`, the token that follows all observed rows."""
+        if self.drafter.recurrent_layer_ids:
+            self._cache.settle()
         recurrent_states = {
             layer_idx: self._cache.layers[layer_idx].recurrent_states[0]
             for layer_idx in self.drafter.recurrent_layer_ids

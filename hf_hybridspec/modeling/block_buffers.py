@@ -117,6 +117,9 @@ class BlockBuffers:
                 commit_gated_delta_rule(self.recurrent_states, factors, min(commit_length - segment, MAX_ROWS))
         self.discard()
 
+    def settle(self) -> None:
+        """Nothing to do: a commit leaves no state behind."""
+
     def discard(self) -> None:
         """Forgets the block; states stay as they are."""
         self.num_recorded = [0] * len(self.num_recorded)

@@ -18,6 +18,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from ..kernels.gated_delta_rule import MAX_ROWS
 from .block_buffers import BlockBuffers
+from .verification_backends import block_buffers_class
 
 SUPPORTED_LAYER_TYPES = ("linear_attention", "full_attention")
 
@@ -178,6 +179,14 @@ class HybridCache(Cache):
         if self.block_length:
             self.commit(0)
 
+    def settle(self) -> None:
+        """Brings every GDN state up to the last committed row, where a verification backend lets commits wait.
+
+        Needed before states are read other than by a block; `stop_recording` does it.
+        """
+        for buffers in self._buffers.values():
+            buffers.settle()
+
     def buffers_of(self, layer_idx: int) -> tuple[BlockBuffers, int]:
         """The block buffers that hold GDN layer `layer_idx`, and its index in their stack."""
         device, index = self._buffer_index[layer_idx]
@@ -197,6 +206,7 @@ class HybridCache(Cache):
     def stop_recording(self) -> None:
         """Ends what `activate_past_recording` began; an open block is discarded."""
         self.discard_block()
+        self.settle()
         self.is_recording, self.prefill_length = False, None
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -238,6 +248,9 @@ class HybridCache(Cache):
 
     def _stack_states(self, num_rows: int) -> None:
         """Moves the states of the GDN layers into one stack a device, once; the layers keep views."""
+        wanted = block_buffers_class()
+        if any(type(buffers) is not wanted for buffers in self._buffers.values()):
+            self._unstack_states()
         if self._buffers:
             for buffers in self._buffers.values():
                 buffers.grow(num_rows)
@@ -252,7 +265,7 @@ class HybridCache(Cache):
                 by_device.setdefault(layer.recurrent_states[0].device, []).append(layer_idx)
         for device, layer_indices in by_device.items():
             members = [self.layers[layer_idx] for layer_idx in layer_indices]
-            buffers = BlockBuffers(
+            buffers = wanted(
                 [layer.conv_states[0] for layer in members],
                 [layer.recurrent_states[0].float() for layer in members],
                 self.num_k_heads,
@@ -269,6 +282,7 @@ class HybridCache(Cache):
     def _unstack_states(self) -> None:
         """Before the batch changes: layers are about to replace their views, so the stacks are made anew later."""
         self.discard_block()
+        self.settle()
         self._buffers, self._buffer_index = {}, {}
 
 
