@@ -1,0 +1,81 @@
+"""The joint producer of a GDN layer: norm, all input projections, convolution and gates of a block in one launch.
+
+The arithmetic is in `gated_delta_inputs_reference.py`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from .dispatch import implementation
+
+MAX_ROWS = 16
+
+
+@dataclass(frozen=True)
+class ProducerWeights:
+    """Constants of one GDN layer, with C = 2 * H * K + HV * V channels.
+
+    Attributes:
+        norm_scale: `[hidden]` fp32, factor of the norm before the layer.
+        projection: `[C + HV * V + 2 * HV, hidden]`, rows of query, key and value channels, output gate, b, a.
+        conv_weight: `[C, kernel]`.
+        A_log: `[HV]`.
+        dt_bias: `[HV]`.
+    """
+
+    norm_scale: torch.Tensor
+    projection: torch.Tensor
+    conv_weight: torch.Tensor
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Produced:
+    """What the joint producer gives for n rows.
+
+    Attributes:
+        mixed: `[n, C]`, after convolution and SiLU.
+        z: `[n, HV * V]`, output gate.
+        log_decay: `[n, HV]` fp32.
+        beta: `[n, HV]`, rounded to the activation dtype.
+    """
+
+    mixed: torch.Tensor
+    z: torch.Tensor
+    log_decay: torch.Tensor
+    beta: torch.Tensor
+
+
+def gated_delta_inputs(
+    hidden: torch.Tensor, weights: ProducerWeights, conv_state: torch.Tensor, conv_rows: torch.Tensor, eps: float
+) -> Produced:
+    """Runs the joint producer on n rows that follow the committed history (HybridSpec, section on GDN kernels).
+
+    Args:
+        hidden: `[n, hidden]` fp32, bf16 or fp16, the residual stream, 1 <= n <= 16.
+        conv_state: `[C, kernel]`, the last `kernel` committed columns, oldest first, read only.
+        conv_rows: `[N, C]` with N >= n; rows 0..n-1 are written, the channels before the convolution.
+        eps: of the norm.
+
+    Raises:
+        ValueError: a shape or dtype differs from the above.
+    """
+    if hidden.dim() != 2 or not 1 <= hidden.shape[0] <= MAX_ROWS:
+        raise ValueError(f"hidden must be [n, hidden] with 1 <= n <= {MAX_ROWS}, got {tuple(hidden.shape)}.")
+    channels, heads = weights.conv_weight.shape[0], weights.A_log.shape[0]
+    rows, width = weights.projection.shape
+    if width != hidden.shape[1] or weights.projection.dtype != hidden.dtype or rows - channels - 2 * heads <= 0:
+        raise ValueError(
+            f"projection must be [C + HV * V + 2 * HV, {hidden.shape[1]}] of {hidden.dtype} with C = {channels} and "
+            f"HV = {heads}, got {weights.projection.dtype} {tuple(weights.projection.shape)}."
+        )
+    if conv_state.shape != weights.conv_weight.shape:
+        raise ValueError(f"conv_state must be {tuple(weights.conv_weight.shape)}, got {tuple(conv_state.shape)}.")
+    if conv_rows.dim() != 2 or conv_rows.shape[0] < hidden.shape[0] or conv_rows.shape[1] != channels:
+        raise ValueError(
+            f"conv_rows must be [N, {channels}] with N >= {hidden.shape[0]}, got {tuple(conv_rows.shape)}."
+        )
+    kernels = implementation("gated_delta_inputs", hidden.device)
+    return kernels.gated_delta_inputs(hidden, weights, conv_state, conv_rows, eps)

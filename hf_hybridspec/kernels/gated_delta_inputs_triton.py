@@ -1,0 +1,101 @@
+"""The joint producer in Triton: one program per tile of projection rows, which serve one purpose or border two.
+
+A tile of the convolution shifts its rows by products with 0/1 matrices, exact in every dtype, and takes what lies
+before the block from the committed history. The norm scales the sums at the end, as in `linear_triton.py`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .common_triton import launch_device
+from .gated_delta_inputs import Produced, ProducerWeights
+from .linear_triton import NORM, PADDED_ROWS, WIDE_TILE, load_tile, multiply_add, prepare_rows
+
+SOFTPLUS_THRESHOLD = tl.constexpr(20.0)
+
+
+@triton.jit
+def _convolve(b_rows, p_history, p_weight, o_r, o_n, m_n, KERNEL: tl.constexpr, PRECISION: tl.constexpr):
+    """Causal convolution over the block's rows `[16, BN]`, which the history precedes; fp32."""
+    b_sum = tl.zeros(b_rows.shape, tl.float32)
+    for tap in tl.static_range(KERNEL):
+        o_source = o_r - (KERNEL - 1) + tap
+        b_shift = (o_source[:, None] == o_r[None, :]).to(b_rows.dtype)
+        b_seen = tl.dot(b_shift, b_rows, input_precision=PRECISION)
+        # Row -i of the block is column KERNEL - i of the history.
+        p_seen = p_history + o_n[None, :] * KERNEL + (o_source + KERNEL)[:, None]
+        b_seen += tl.load(p_seen, mask=m_n[None, :] & (o_source < 0)[:, None], other=0.0).to(tl.float32)
+        b_weight = tl.load(p_weight + o_n * KERNEL + tap, mask=m_n, other=0.0).to(tl.float32)
+        b_sum += b_weight[None, :] * b_seen
+    return b_sum
+
+
+@triton.jit
+def _producer_kernel(
+    hidden, scale, weight, conv_weight, conv_state, A_log, dt_bias, conv_rows, mixed, z, log_decay, beta, eps,
+    stride_xn, stride_xk, stride_wn, stride_wk, stride_cn,
+    ROWS: tl.constexpr, H: tl.constexpr, C: tl.constexpr, Z: tl.constexpr, HEADS: tl.constexpr,
+    KERNEL: tl.constexpr, SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    i_n = tl.program_id(0)
+    o_r, o_n = tl.arange(0, SMALL), i_n * BN + tl.arange(0, BN)
+    m_r, m_n = o_r < ROWS, o_n < C + Z + 2 * HEADS
+    b_sum = tl.zeros([SMALL, BN], tl.float32)
+    b_squares = tl.zeros([SMALL], tl.float32)
+    for i_k in range(tl.cdiv(H, BK)):
+        o_k = i_k * BK + tl.arange(0, BK)
+        m_k = o_k < H
+        b_weight = load_tile(weight, o_n, o_k, stride_wn, stride_wk, m_n, m_k)
+        b_rows = load_tile(hidden, o_r, o_k, stride_xn, stride_xk, m_r, m_k)
+        b_scale = tl.load(scale + o_k, mask=m_k, other=0.0)
+        b_rows, b_squares = prepare_rows(b_rows, b_rows, b_scale, b_squares, eps, NORM, BK)
+        b_sum = multiply_add(b_rows, b_weight, b_sum, PRECISION)
+    b_out = (b_sum * tl.rsqrt(b_squares / H + eps)[:, None]).to(hidden.dtype.element_ty)
+    if i_n * BN < C:
+        m_c = o_n < C
+        m_tile = m_r[:, None] & m_c[None, :]
+        tl.store(conv_rows + o_r[:, None] * stride_cn + o_n[None, :], b_out, mask=m_tile)
+        b_mixed = _convolve(b_out, conv_state, conv_weight, o_r, o_n, m_c, KERNEL, PRECISION)
+        b_mixed = b_mixed.to(hidden.dtype.element_ty).to(tl.float32)
+        b_mixed = (b_mixed * tl.sigmoid(b_mixed)).to(hidden.dtype.element_ty)
+        tl.store(mixed + o_r[:, None] * C + o_n[None, :], b_mixed, mask=m_tile)
+    if i_n * BN + BN > C:
+        m_z = (o_n >= C) & (o_n < C + Z)
+        tl.store(z + o_r[:, None] * Z + (o_n - C)[None, :], b_out, mask=m_r[:, None] & m_z[None, :])
+    if i_n * BN + BN > C + Z:
+        b_wide = b_out.to(tl.float32)
+        o_b, o_a = o_n - C - Z, o_n - C - Z - HEADS
+        m_b, m_a = (o_b >= 0) & (o_b < HEADS), (o_a >= 0) & (o_a < HEADS)
+        b_beta = tl.sigmoid(b_wide).to(hidden.dtype.element_ty)
+        tl.store(beta + o_r[:, None] * HEADS + o_b[None, :], b_beta, mask=m_r[:, None] & m_b[None, :])
+        b_rate = -tl.exp(tl.load(A_log + o_a, mask=m_a, other=0.0).to(tl.float32))
+        b_step = b_wide + tl.load(dt_bias + o_a, mask=m_a, other=0.0).to(tl.float32)[None, :]
+        b_soft = tl.where(b_step > SOFTPLUS_THRESHOLD, b_step, tl.log(1.0 + tl.exp(tl.minimum(b_step, 20.0))))
+        p_decay = log_decay + o_r[:, None] * HEADS + o_a[None, :]
+        tl.store(p_decay, b_rate[None, :] * b_soft, mask=m_r[:, None] & m_a[None, :])
+
+
+def gated_delta_inputs(hidden, weights: ProducerWeights, conv_state, conv_rows, eps) -> Produced:
+    """As `gated_delta_inputs.gated_delta_inputs`."""
+    num_rows, size = hidden.shape
+    (channels, kernel), heads = weights.conv_weight.shape, weights.A_log.shape[0]
+    gates = weights.projection.shape[0] - channels - 2 * heads
+    produced = Produced(
+        mixed=hidden.new_empty(num_rows, channels),
+        z=hidden.new_empty(num_rows, gates),
+        log_decay=hidden.new_empty(num_rows, heads, dtype=torch.float32),
+        beta=hidden.new_empty(num_rows, heads),
+    )
+    tile = WIDE_TILE
+    with launch_device(hidden):
+        _producer_kernel[(triton.cdiv(weights.projection.shape[0], tile.block_n),)](
+            hidden, weights.norm_scale, weights.projection, weights.conv_weight, conv_state.contiguous(),
+            weights.A_log, weights.dt_bias, conv_rows, produced.mixed, produced.z, produced.log_decay, produced.beta,
+            eps, *hidden.stride(), *weights.projection.stride(), conv_rows.stride(0),
+            ROWS=num_rows, H=size, C=channels, Z=gates, HEADS=heads, KERNEL=kernel,
+            SMALL=PADDED_ROWS, BN=tile.block_n, BK=tile.block_k,
+            PRECISION="ieee" if hidden.dtype == torch.float32 else "tf32",
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    return produced

@@ -1,0 +1,155 @@
+"""The MoE block of at most 16 rows: router, then every distinct expert's weights read once for all its rows.
+
+The shared expert runs along as one more expert that every row selects. The arithmetic is in
+`moe_experts_reference.py`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from .dispatch import implementation
+
+MAX_ROWS = 16
+
+
+@dataclass(frozen=True)
+class RoutedRows:
+    """What the router decides for n rows, and the same read by expert.
+
+    P = min(n * k, E) places are enough for the distinct experts; entries from `num_distinct` on are undefined.
+
+    Attributes:
+        top_k_index: `[n, k]` int32, experts of each row, most probable first.
+        top_k_weights: `[n, k]` fp32, their weights, which sum to 1 in each row before the host's rounding.
+        shared_gate: `[n]` fp32, weight of the shared expert.
+        expert_ids: `[P]` int32, distinct experts, ascending.
+        slots: `[P, 16]` int32, position of the expert in each row's top-k, -1 where the row did not select it.
+        num_distinct: `[1]` int32.
+    """
+
+    top_k_index: torch.Tensor
+    top_k_weights: torch.Tensor
+    shared_gate: torch.Tensor
+    expert_ids: torch.Tensor
+    slots: torch.Tensor
+    num_distinct: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """Weights of one MoE block, all in one dtype.
+
+    Attributes:
+        gate_up: `[E, 2 * I, H]`, gate rows first.
+        down: `[E, H, I]`.
+        shared_gate_up: `[2 * J, H]`, of the shared expert.
+        shared_down: `[H, J]`.
+    """
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    shared_gate_up: torch.Tensor
+    shared_down: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ActivatedRows:
+    """SwiGLU activations: `routed` `[n, k, I]` by row and position in its top-k, `shared` `[n, J]`."""
+
+    routed: torch.Tensor
+    shared: torch.Tensor
+
+
+def route_rows(
+    rows: torch.Tensor,
+    norm_scale: torch.Tensor,
+    weight: torch.Tensor,
+    top_k: int,
+    eps: float,
+    counters: torch.Tensor | None = None,
+) -> RoutedRows:
+    """RMSNorm, router, softmax, top-k and the list of distinct experts, in one launch.
+
+    Args:
+        rows: `[n, H]` fp32, bf16 or fp16, the residual stream, 1 <= n <= 16.
+        norm_scale: `[H]` fp32.
+        weight: `[E + 1, H]`, the router's rows and, last, the shared expert's gate.
+        top_k: experts of a row.
+        counters: one int32 zero, zero again afterwards. None: made here, which a captured graph should not do.
+
+    Raises:
+        ValueError: a shape or dtype differs from the above.
+    """
+    _check_rows(rows)
+    if weight.dim() != 2 or weight.shape[1] != rows.shape[1] or weight.dtype != rows.dtype:
+        raise ValueError(
+            f"weight must be [E + 1, {rows.shape[1]}] of {rows.dtype}, got {weight.dtype} {tuple(weight.shape)}."
+        )
+    if not 1 <= top_k < weight.shape[0]:
+        raise ValueError(f"top_k must be in [1, {weight.shape[0] - 1}], the number of experts, got {top_k}.")
+    _check_shape("norm_scale", norm_scale, (rows.shape[1],))
+    return implementation("moe_experts", rows.device).route_rows(rows, norm_scale, weight, top_k, eps, counters)
+
+
+def expert_gate_up(
+    rows: torch.Tensor, norm_scale: torch.Tensor, routed: RoutedRows, weights: ExpertWeights, eps: float
+) -> ActivatedRows:
+    """RMSNorm, gate and up projections and SwiGLU of every selected expert.
+
+    Args:
+        rows: `[n, H]`, as given to `route_rows`.
+
+    Raises:
+        ValueError: a shape or dtype differs from the above.
+    """
+    _check_rows(rows)
+    _check_weights(rows, weights)
+    return implementation("moe_experts", rows.device).expert_gate_up(rows, norm_scale, routed, weights, eps)
+
+
+def expert_down(
+    activated: ActivatedRows,
+    routed: RoutedRows,
+    weights: ExpertWeights,
+    residual: torch.Tensor,
+    counters: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Down projections, weighted and added to the residual in the order of each row's top-k, the shared expert last.
+
+    Args:
+        residual: `[n, H]`.
+        counters: int32 zeros, at least one per 16 columns of H, zero again afterwards; as for `route_rows`.
+
+    Returns:
+        `[n, H]` in the dtype of `residual`.
+
+    Raises:
+        ValueError: a shape or dtype differs from the above.
+    """
+    _check_rows(residual)
+    _check_weights(residual, weights)
+    return implementation("moe_experts", residual.device).expert_down(activated, routed, weights, residual, counters)
+
+
+def _check_rows(rows: torch.Tensor) -> None:
+    if rows.dim() != 2 or not 1 <= rows.shape[0] <= MAX_ROWS:
+        raise ValueError(f"rows must be [n, H] with 1 <= n <= {MAX_ROWS}, got {tuple(rows.shape)}.")
+
+
+def _check_weights(rows: torch.Tensor, weights: ExpertWeights) -> None:
+    hidden = rows.shape[1]
+    experts, _, inner = weights.down.shape
+    shared = weights.shared_down.shape[1]
+    _check_shape("gate_up", weights.gate_up, (experts, 2 * inner, hidden))
+    _check_shape("down", weights.down, (experts, hidden, inner))
+    _check_shape("shared_gate_up", weights.shared_gate_up, (2 * shared, hidden))
+    _check_shape("shared_down", weights.shared_down, (hidden, shared))
+    dtypes = {getattr(weights, name).dtype for name in ("gate_up", "down", "shared_gate_up", "shared_down")}
+    if dtypes != {rows.dtype}:
+        raise ValueError(f"All expert weights must be of {rows.dtype}, got {sorted(map(str, dtypes))}.")
+
+
+def _check_shape(name: str, tensor: torch.Tensor, shape: tuple) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} must be {shape}, got {tuple(tensor.shape)}.")

@@ -1,0 +1,75 @@
+"""The MoE block in plain torch. With x the normalised row, p its softmax over the experts, T its top-k:
+
+    w_e = p_e / sum_{T} p                          y_e = D_e (silu(G_e x) * U_e x)
+    out = r + sum_{e in T} w_e y_e + sigmoid(g x) y_shared
+
+What the host rounds to the activation dtype is rounded here too; the weighted sum is fp32 and rounded once.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from .moe_experts import MAX_ROWS, ActivatedRows, ExpertWeights, RoutedRows
+
+
+def route_rows(rows, norm_scale, weight, top_k, eps, counters=None) -> RoutedRows:
+    """As `moe_experts.route_rows`; needs no counters."""
+    logits = F.linear(_normalised(rows, norm_scale, eps), weight)
+    num_experts = weight.shape[0] - 1
+    top_probs, top_k_index = logits[:, :num_experts].softmax(dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+    top_k_weights = (top_probs / top_probs.sum(dim=-1, keepdim=True)).to(rows.dtype).float()
+    expert_ids = torch.unique(top_k_index)
+    # [distinct, rows, k]: at most one position of a row holds an expert.
+    holds = top_k_index[None] == expert_ids[:, None, None]
+    slots = torch.where(holds.any(-1), holds.int().argmax(-1), -1)
+    places = min(rows.shape[0] * top_k, num_experts)
+    unused = places - expert_ids.shape[0]
+    return RoutedRows(
+        top_k_index=top_k_index.int(),
+        top_k_weights=top_k_weights,
+        shared_gate=logits[:, num_experts].sigmoid().float(),
+        expert_ids=F.pad(expert_ids.int(), (0, unused)),
+        slots=F.pad(slots.int(), (0, MAX_ROWS - rows.shape[0], 0, unused), value=-1),
+        num_distinct=torch.tensor([expert_ids.shape[0]], dtype=torch.int32, device=rows.device),
+    )
+
+
+def expert_gate_up(rows, norm_scale, routed: RoutedRows, weights: ExpertWeights, eps) -> ActivatedRows:
+    """As `moe_experts.expert_gate_up`."""
+    normed = _normalised(rows, norm_scale, eps)
+    inner = weights.down.shape[2]
+    activated = rows.new_zeros(*routed.top_k_index.shape, inner)
+    for expert, members, slots in _by_expert(routed):
+        activated[members, slots] = _swiglu(F.linear(normed[members], weights.gate_up[expert]))
+    return ActivatedRows(activated, _swiglu(F.linear(normed, weights.shared_gate_up)))
+
+
+def expert_down(activated: ActivatedRows, routed: RoutedRows, weights: ExpertWeights, residual, counters=None):
+    """As `moe_experts.expert_down`; needs no counters."""
+    num_rows, top_k = routed.top_k_index.shape
+    outputs = residual.new_zeros(num_rows, top_k, residual.shape[1], dtype=torch.float32)
+    for expert, members, slots in _by_expert(routed):
+        outputs[members, slots] = F.linear(activated.routed[members, slots].float(), weights.down[expert].float())
+    total = residual.float()
+    for slot in range(top_k):
+        total = total + routed.top_k_weights[:, slot, None] * outputs[:, slot]
+    shared = F.linear(activated.shared.float(), weights.shared_down.float())
+    return (total + routed.shared_gate[:, None] * shared).to(residual.dtype)
+
+
+def _by_expert(routed: RoutedRows):
+    """(expert, its rows, their positions of it) for every distinct expert."""
+    for place in range(int(routed.num_distinct)):
+        slots = routed.slots[place]
+        members = (slots >= 0).nonzero().flatten()
+        yield int(routed.expert_ids[place]), members, slots[members].long()
+
+
+def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _normalised(rows: torch.Tensor, norm_scale: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = rows.float()
+    return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * norm_scale).to(rows.dtype)

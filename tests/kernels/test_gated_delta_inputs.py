@@ -1,0 +1,89 @@
+"""The joint producer: reference against transformers' own layer, Triton against the reference."""
+
+import pytest
+import torch
+
+from hf_hybridspec.kernels.dispatch import use_kernels
+from hf_hybridspec.kernels.gated_delta_inputs import ProducerWeights, gated_delta_inputs
+from hf_hybridspec.modeling.gated_delta_net import SeparateProjections
+from tests.support import random_target
+
+EPS = 1e-6
+# fp32 sums of about a hundred products in another order.
+TOLERANCE = 2e-5
+# rows, hidden, channels, output gate, value heads, convolution kernel; none a multiple of the tile in the last two.
+SHAPES = [(1, 48, 96, 64, 4, 4), (5, 64, 100, 52, 3, 4), (16, 130, 64, 32, 2, 3)]
+
+
+def _inputs(num_rows, hidden, channels, gates, heads, kernel, device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape, scale=1.0):
+        return (torch.randn(*shape, generator=generator) * scale).to(device)
+
+    weights = ProducerWeights(
+        norm_scale=1 + random(hidden, scale=0.2),
+        projection=random(channels + gates + 2 * heads, hidden, scale=0.2),
+        conv_weight=random(channels, kernel),
+        A_log=random(heads),
+        # Far enough out that softplus is linear in some heads.
+        dt_bias=random(heads, scale=15.0),
+    )
+    return random(num_rows, hidden), weights, random(channels, kernel)
+
+
+def _run(kind, inputs):
+    hidden, weights, conv_state = inputs
+    conv_rows = torch.full((16, conv_state.shape[0]), float("nan"), device=hidden.device)
+    with use_kernels(kind):
+        return gated_delta_inputs(hidden, weights, conv_state, conv_rows, EPS), conv_rows
+
+
+def test_reference_is_the_layer_of_the_target():
+    layer = random_target("qwen3_5_moe").model.layers[0]
+    mixer = layer.linear_attn
+    weights = ProducerWeights(
+        norm_scale=1 + layer.input_layernorm.weight.detach(),
+        projection=torch.cat([getattr(mixer, f"in_proj_{name}").weight.detach() for name in ("qkv", "z", "b", "a")]),
+        conv_weight=mixer.conv1d.weight.detach().squeeze(1),
+        A_log=mixer.A_log.detach(),
+        dt_bias=mixer.dt_bias.detach(),
+    )
+    hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
+    produced, conv_rows = _run("reference", (hidden, weights, torch.zeros_like(weights.conv_weight)))
+    with torch.no_grad():
+        normed = layer.input_layernorm(hidden)[None]
+        rows = mixer.in_proj_qkv(normed)
+        log_decay, beta = SeparateProjections._gates(mixer, mixer.in_proj_b(normed), mixer.in_proj_a(normed))
+        convolved = mixer.conv1d(rows.transpose(1, 2))[..., :5].transpose(1, 2)
+    for given, expected in (
+        (conv_rows[:5], rows),
+        (produced.mixed, torch.nn.functional.silu(convolved)),
+        (produced.z, mixer.in_proj_z(normed)),
+        (produced.log_decay, log_decay),
+        (produced.beta, beta),
+    ):
+        torch.testing.assert_close(given, expected[0].detach(), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_triton_equals_reference(shape, triton_device):
+    inputs = _inputs(*shape, device=triton_device)
+    expected, expected_rows = _run("reference", inputs)
+    produced, conv_rows = _run("triton", inputs)
+    for name in ("mixed", "z", "log_decay", "beta"):
+        torch.testing.assert_close(getattr(produced, name), getattr(expected, name), atol=TOLERANCE, rtol=TOLERANCE)
+    torch.testing.assert_close(conv_rows, expected_rows, atol=TOLERANCE, rtol=TOLERANCE, equal_nan=True)
+
+
+def test_errors_name_what_is_given_and_allowed():
+    hidden, weights, conv_state = _inputs(2, 48, 96, 64, 4, 4)
+    rows = torch.zeros(16, 96)
+    with pytest.raises(ValueError, match="1 <= n <= 16"):
+        gated_delta_inputs(hidden.repeat(9, 1), weights, conv_state, rows, EPS)
+    with pytest.raises(ValueError, match="conv_state must be"):
+        gated_delta_inputs(hidden, weights, conv_state[:, :3], rows, EPS)
+    with pytest.raises(ValueError, match="conv_rows must be"):
+        gated_delta_inputs(hidden, weights, conv_state, rows[:1], EPS)
+    with pytest.raises(ValueError, match="projection must be"):
+        gated_delta_inputs(hidden[:, :40], weights, conv_state, rows, EPS)

@@ -1,0 +1,134 @@
+"""The MoE block of at most 16 rows: reference against transformers' own block, Triton against the reference."""
+
+import pytest
+import torch
+from transformers import Qwen3_5MoeTextConfig
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeRMSNorm, Qwen3_5MoeSparseMoeBlock
+
+from hf_hybridspec.kernels.dispatch import use_kernels
+from hf_hybridspec.kernels.moe_experts import ExpertWeights, expert_down, expert_gate_up, route_rows
+
+EPS = 1e-6
+# fp32 sums of about a hundred products in another order.
+TOLERANCE = 1e-4
+# rows, experts, top-k, hidden, inner, shared inner
+SHAPES = [(1, 8, 2, 48, 20, 40), (5, 12, 3, 64, 32, 16), (16, 32, 4, 64, 48, 80), (7, 32, 8, 130, 16, 16)]
+
+
+def _block(num_rows, num_experts, top_k, hidden, inner, shared, device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape, scale=0.2):
+        return (torch.randn(*shape, generator=generator) * scale).to(device)
+
+    weights = ExpertWeights(
+        gate_up=random(num_experts, 2 * inner, hidden),
+        down=random(num_experts, hidden, inner),
+        shared_gate_up=random(2 * shared, hidden),
+        shared_down=random(hidden, shared),
+    )
+    return random(num_rows, hidden, scale=1.0), 1 + random(hidden), random(num_experts + 1, hidden, scale=1.0), weights
+
+
+def _run(kind, block, top_k, counters=None):
+    rows, scale, router, weights = block
+    with use_kernels(kind):
+        routed = route_rows(rows, scale, router, top_k, EPS, counters and counters[0])
+        activated = expert_gate_up(rows, scale, routed, weights, EPS)
+        return routed, activated, expert_down(activated, routed, weights, rows, counters and counters[1])
+
+
+def test_reference_is_the_host_block():
+    config = Qwen3_5MoeTextConfig(
+        hidden_size=32,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=24,
+        experts_implementation="eager",
+    )
+    torch.manual_seed(0)
+    block, norm = Qwen3_5MoeSparseMoeBlock(config), Qwen3_5MoeRMSNorm(32, eps=EPS)
+    for parameter in (*block.parameters(), *norm.parameters()):
+        torch.nn.init.normal_(parameter, std=0.3)
+    rows = torch.randn(6, 32)
+    weights = ExpertWeights(
+        gate_up=block.experts.gate_up_proj,
+        down=block.experts.down_proj,
+        shared_gate_up=torch.cat([block.shared_expert.gate_proj.weight, block.shared_expert.up_proj.weight]),
+        shared_down=block.shared_expert.down_proj.weight,
+    )
+    router = torch.cat([block.gate.weight, block.shared_expert_gate.weight])
+    with torch.no_grad():
+        expected = rows + block(norm(rows)[None])[0]
+        routed, _, output = _run("reference", (rows, 1 + norm.weight, router, weights), top_k=3)
+        _, _, top_k_index = block.gate(norm(rows))
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(routed.top_k_index, top_k_index.int())
+    assert int(routed.num_distinct) == top_k_index.unique().numel()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_list_by_expert_says_what_the_rows_say(shape):
+    block = _block(*shape)
+    routed, _, _ = _run("reference", block, shape[2])
+    places = [
+        (row, slot, int(routed.expert_ids[place]))
+        for place in range(int(routed.num_distinct))
+        for row, slot in enumerate(routed.slots[place].tolist())
+        if slot >= 0
+    ]
+    expected = [(row, slot, int(routed.top_k_index[row, slot])) for row in range(shape[0]) for slot in range(shape[2])]
+    assert sorted(places) == expected
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_triton_equals_reference(shape, triton_device):
+    block = _block(*shape, device=triton_device)
+    expected, expected_activated, expected_output = _run("reference", block, shape[2])
+    routed, activated, output = _run("triton", block, shape[2])
+    count = int(expected.num_distinct)
+    assert int(routed.num_distinct) == count
+    assert torch.equal(routed.top_k_index, expected.top_k_index)
+    assert torch.equal(routed.expert_ids[:count], expected.expert_ids[:count])
+    assert torch.equal(routed.slots[:count], expected.slots[:count])
+    for given, wanted in (
+        (routed.top_k_weights, expected.top_k_weights),
+        (routed.shared_gate, expected.shared_gate),
+        (activated.routed, expected_activated.routed),
+        (activated.shared, expected_activated.shared),
+        (output, expected_output),
+    ):
+        torch.testing.assert_close(given, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter's products are numpy's, whose sums vary")
+def test_triton_rows_do_not_depend_on_the_other_rows(triton_device):
+    rows, scale, router, weights = _block(16, 32, 4, 64, 48, 80, device=triton_device)
+    _, _, many = _run("triton", (rows, scale, router, weights), 4)
+    for row in (0, 9, 15):
+        _, _, one = _run("triton", (rows[row : row + 1], scale, router, weights), 4)
+        assert torch.equal(many[row : row + 1], one)
+
+
+def test_counters_are_zero_again(triton_device):
+    block = _block(5, 12, 3, 64, 32, 16, device=triton_device)
+    counters = [torch.zeros(size, dtype=torch.int32, device=triton_device) for size in (1, 4)]
+    first = _run("triton", block, 3, counters)[2]
+    assert not any(counter.any() for counter in counters)
+    assert torch.equal(_run("triton", block, 3, counters)[2], first)
+
+
+def test_errors_name_what_is_given_and_allowed():
+    rows, scale, router, weights = _block(2, 8, 2, 48, 20, 40)
+    with pytest.raises(ValueError, match="1 <= n <= 16"):
+        route_rows(rows.repeat(9, 1), scale, router, 2, EPS)
+    with pytest.raises(ValueError, match=r"top_k must be in \[1, 8\]"):
+        route_rows(rows, scale, router, 9, EPS)
+    with pytest.raises(ValueError, match="weight must be"):
+        route_rows(rows, scale, router[:, :40], 2, EPS)
+    routed = route_rows(rows, scale, router, 2, EPS)
+    wrong = ExpertWeights(weights.gate_up[:, :30], weights.down, weights.shared_gate_up, weights.shared_down)
+    with pytest.raises(ValueError, match="gate_up must be"):
+        expert_gate_up(rows, scale, routed, wrong, EPS)
