@@ -22,9 +22,7 @@ def assisted(model, inputs, drafter, loop: str, **options):
     """
     keywords = {"inputs": inputs} if isinstance(inputs, torch.Tensor) else dict(inputs)
     defaults = {"do_sample": False, "length_policy": "full"}
-    output = model.generate(
-        assistant_model=drafter, decoding_path=loop, **keywords, **{**defaults, **options}
-    )
+    output = model.generate(assistant_model=drafter, decoding_path=loop, **keywords, **{**defaults, **options})
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     assert base.generation_statistics.path == loop
     return output

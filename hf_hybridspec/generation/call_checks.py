@@ -6,6 +6,11 @@ from collections.abc import Callable
 import torch
 from transformers import GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 
 from ..modeling.hybrid_cache import HybridCache
 from .cache_reuse import Resumption
@@ -18,6 +23,8 @@ _HOST_DRAFT_OPTIONS = (
     "assistant_lookbehind",
     "target_lookbehind",
 )
+# They advance with every call, also with the host loop's calls about drafts that are then rejected.
+_STATEFUL_PROCESSORS = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 _OTHER_ASSISTANTS = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit")
 
 
@@ -67,6 +74,16 @@ def refuse_unsupported(generation_config: GenerationConfig) -> None:
             "assistant_ensemble_weight mixes the drafter into the output, which would not be the target's. "
             "Leave it out."
         )
+
+
+def refuse_stateful_processors(logits_processor: LogitsProcessorList) -> None:
+    """Raises ValueError for processors that the host loop, which shows them rejected tokens, would make wrong."""
+    for processor in logits_processor:
+        if isinstance(processor, _STATEFUL_PROCESSORS):
+            raise ValueError(
+                f"{type(processor).__name__} keeps a state of its own, which transformers' assisted loop would corrupt "
+                "with rejected tokens. Leave it out, or decode without an assistant."
+            )
 
 
 def refuse_prompt(input_ids: torch.Tensor, model_kwargs: dict, config: PreTrainedConfig) -> None:

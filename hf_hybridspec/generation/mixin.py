@@ -1,5 +1,6 @@
 """How generate() of an attached model reaches the two loops. The only file that overrides transformers' hooks."""
 
+import functools
 import inspect
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from .call_checks import (
     refuse_full_cache,
     refuse_host_draft_options,
     refuse_prompt,
+    refuse_stateful_processors,
     refuse_unsupported,
 )
 from .length_policies import LengthPolicy, parse_policy
@@ -144,6 +146,8 @@ class HybridSpecGenerationMixin:
             return False
         return super()._valid_auto_compile_criteria(model_kwargs, generation_config)
 
+    # The host reads this signature to learn what a model takes.
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)
     def prepare_inputs_for_generation(
         self, input_ids, next_sequence_length=None, cache=None, is_first_iteration=False, **kwargs
     ):
@@ -214,6 +218,7 @@ class HybridSpecGenerationMixin:
             if call is not None and call.statistics.path == "round":
                 output = call.run_rounds(input_ids, model_kwargs)
             else:
+                refuse_stateful_processors(logits_processor)
                 with taps:
                     prefill_head(self, cache, input_ids, resumption, generation_config, model_kwargs)
                     output = super()._assisted_decoding(

@@ -35,18 +35,11 @@ def image_inputs(num_images: int = 1) -> dict:
     }
 
 
-def spread_of(drafter) -> dict:
-    """What the drafter saw of the sequence: rows of its context."""
-    return drafter.proposals
-
-
 @pytest.mark.parametrize("loop", LOOPS)
 def test_embeddings_alone_give_what_their_ids_give(pair, loop):
     embeds = pair.attached.get_input_embeddings()(pair.prompt).detach()
     new = pair.reference[:, 9:49]
-    output = assisted(
-        pair.attached, {"inputs_embeds": embeds}, scripted(pair.reference), loop, max_new_tokens=40
-    )
+    output = assisted(pair.attached, {"inputs_embeds": embeds}, scripted(pair.reference), loop, max_new_tokens=40)
     assert torch.equal(output, new)
     assert pair.attached.generation_statistics.acceptance_length > 3
 
@@ -69,10 +62,11 @@ def test_image_prompts_give_the_plain_text(target_pairs, loop, num_images):
 @pytest.mark.parametrize("loop", LOOPS)
 def test_turn_two_of_an_image_chat_continues_the_cache(target_pairs, loop):
     pair, inputs = target_pairs["qwen3_5_moe_vl"], image_inputs()
+    drafter = scripted(plain(pair.stock, inputs, max_new_tokens=12))
     first = assisted(
         pair.attached,
         inputs,
-        scripted(plain(pair.stock, inputs, max_new_tokens=12)),
+        drafter,
         loop,
         max_new_tokens=12,
         return_dict_in_generate=True,
@@ -86,7 +80,8 @@ def test_turn_two_of_an_image_chat_continues_the_cache(target_pairs, loop):
     }
     expected = plain(pair.stock, second, max_new_tokens=20)
     without_image = {"input_ids": question, "attention_mask": torch.ones_like(question)}
-    output = assisted(pair.attached, without_image, scripted(expected), loop, max_new_tokens=20, cache=first.cache)
+    drafter.script(expected[0], [3, 0, 15])
+    output = assisted(pair.attached, without_image, drafter, loop, max_new_tokens=20, cache=first.cache)
     assert torch.equal(output, expected)
 
 
@@ -117,13 +112,21 @@ def test_chunked_prefill_gives_the_same_text_and_the_whole_context(moe, loop, ch
     expected = moe.generate_plainly(prompt, max_new_tokens=24)
     calls = []
     handle = moe.attached.model.register_forward_pre_hook(
-        lambda module, args, kwargs: calls.append(kwargs["inputs_embeds"] if kwargs.get("inputs_embeds") is not None else kwargs["input_ids"]),
+        lambda module, args, kwargs: calls.append(
+            kwargs["inputs_embeds"] if kwargs.get("inputs_embeds") is not None else kwargs["input_ids"]
+        ),
         with_kwargs=True,
     )
     drafter = scripted(expected)
     try:
         output = assisted(
-            moe.attached, prompt, drafter, loop, max_new_tokens=24, prefill_chunk_size=chunk, return_dict_in_generate=True
+            moe.attached,
+            prompt,
+            drafter,
+            loop,
+            max_new_tokens=24,
+            prefill_chunk_size=chunk,
+            return_dict_in_generate=True,
         )
     finally:
         handle.remove()

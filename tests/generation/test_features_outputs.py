@@ -100,11 +100,9 @@ def test_the_round_loop_refuses_hidden_states_by_name(moe):
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_streamer_gets_every_token_once_and_in_order(moe, loop):
     streamer = Collecting()
-    output = assisted(
-        moe.attached, moe.prompt, scripted(moe.reference), loop, max_new_tokens=40, streamer=streamer
-    )
+    output = assisted(moe.attached, moe.prompt, scripted(moe.reference), loop, max_new_tokens=40, streamer=streamer)
     assert streamer.puts[0] == moe.prompt[0].tolist()
-    assert sum(streamer.puts, []) == output[0].tolist()
+    assert [token for put in streamer.puts for token in put] == output[0].tolist()
     assert streamer.has_ended
     # Round by round, not in the end.
     assert len(streamer.puts) == 2 + moe.attached.generation_statistics.rounds

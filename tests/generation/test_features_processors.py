@@ -12,7 +12,9 @@ GREEDY = {
     "bad_words": {"bad_words_ids": [[n] for n in range(3, 60, 3)] + [[1, 2]]},
     "suppress": {"suppress_tokens": list(range(20, 60))},
     "begin_suppress": {"begin_suppress_tokens": list(range(1, 90))},
-    "prefix_allowed": {"prefix_allowed_tokens_fn": lambda batch, ids: [(int(ids[-1]) * 7 + k) % 120 for k in range(5)]},
+    "prefix_allowed": {
+        "prefix_allowed_tokens_fn": lambda batch, ids: [(int(ids[-1]) * 7 + k) % 120 for k in range(5)]
+    },
     "sequence_bias": {"sequence_bias": [[[7], 3.0], [[8, 9], -4.0]]},
     "forced_eos": {"forced_eos_token_id": 11},
     "exponential_decay": {"exponential_decay_length_penalty": (5, 1.2), "eos_token_id": 12},
@@ -127,6 +129,4 @@ def test_a_stateful_watermark_is_refused_in_the_host_loop(moe, options):
     if "decoding_path" in options:
         options = {**options, "assistant_model": scripted(moe.reference)}
     with pytest.raises(ValueError, match=r"SynthID.*state"):
-        moe.attached.generate(
-            moe.prompt, max_new_tokens=4, do_sample=True, watermarking_config=watermark(), **options
-        )
+        moe.attached.generate(moe.prompt, max_new_tokens=4, do_sample=True, watermarking_config=watermark(), **options)

@@ -34,9 +34,7 @@ def test_the_first_of_several_eos_ids_ends_the_call(moe, loop):
     eos = [int(reference[0, PROMPT_LENGTH + 30]), int(reference[0, PROMPT_LENGTH + 17])]
     expected = plain(moe.stock, moe.prompt, max_new_tokens=60, eos_token_id=eos)
     assert expected.shape[1] < PROMPT_LENGTH + 60
-    output = assisted(
-        moe.attached, moe.prompt, scripted(reference), loop, max_new_tokens=60, eos_token_id=eos
-    )
+    output = assisted(moe.attached, moe.prompt, scripted(reference), loop, max_new_tokens=60, eos_token_id=eos)
     assert torch.equal(output, expected)
 
 
