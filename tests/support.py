@@ -6,7 +6,6 @@ from functools import cached_property
 import torch
 from transformers import (
     PreTrainedModel,
-    Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeConfig,
     Qwen3_5MoeForCausalLM,
@@ -49,7 +48,14 @@ _EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }
-_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}}
+_ROPE = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [1, 1, 0],
+        "partial_rotary_factor": 0.25,
+    }
+}
 
 
 def _vision_language_config() -> Qwen3_5MoeConfig:
@@ -143,6 +149,8 @@ class ScriptedDrafter(DFlashDrafter):
 
     def propose(self, context, anchor, position, recurrent_states=None) -> Draft:
         real = super().propose(context, anchor, position, recurrent_states)
+        # Every committed row has been observed once.
+        assert context.length == position
         turn = min(len(self.proposals), len(self.num_right) - 1)
         self.proposals.append(int(position))
         start = int(position) + 1

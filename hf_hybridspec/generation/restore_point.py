@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..modeling.hybrid_cache import GatedDeltaLayer, HybridCache
+from ..modeling.cache_layers import GatedDeltaLayer
+from ..modeling.hybrid_cache import HybridCache
 
 
 @contextmanager

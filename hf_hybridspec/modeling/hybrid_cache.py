@@ -6,49 +6,13 @@ every layer. Nothing else mutates.
 """
 
 import torch
-from transformers.cache_utils import (
-    Cache,
-    DynamicCache,
-    DynamicLayer,
-    LinearAttentionLayer,
-    StaticCache,
-    StaticLayer,
-)
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.configuration_utils import PreTrainedConfig
 
 from ..kernels.gated_delta_rule import MAX_ROWS
 from .block_buffers import BlockBuffers
+from .cache_layers import GatedDeltaLayer, check_layers, convert_layer, new_layers
 from .verification_backends import block_buffers_class
-
-SUPPORTED_LAYER_TYPES = ("linear_attention", "full_attention")
-
-
-class GatedDeltaLayer(LinearAttentionLayer):
-    """States of one GDN layer: `conv_states[0]` `[B, channels, kernel]`, `recurrent_states[0]` `[B, HV, K, V]` fp32.
-
-    Outside a block it behaves as the host's own layer. Within one it is read, and written only by the cache's commit.
-    """
-
-    # Rollback goes through compact factors, so past convolution columns are never kept and every shape stays fixed.
-    is_croppable = True
-    is_compileable = True
-
-    def activate_past_recording(self) -> None:
-        """Nothing to do: a block records, not the layer."""
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refused: one layer cannot know the block."""
-        raise RuntimeError("A GDN layer is rolled back by HybridCache.crop or HybridCache.commit, not on its own.")
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        for states in (self.conv_states, self.recurrent_states):
-            if states[0] is not None:
-                states[0] = states[0].repeat_interleave(repeats, dim=0)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        for states in (self.conv_states, self.recurrent_states):
-            if states[0] is not None:
-                states[0] = states[0][indices]
 
 
 class HybridCache(Cache):
@@ -67,7 +31,7 @@ class HybridCache(Cache):
     """
 
     def __init__(self, config: PreTrainedConfig, max_length: int | None = None):
-        super().__init__(layers=_new_layers(config, max_length))
+        super().__init__(layers=new_layers(config, max_length))
         self._initialize_block_state(config)
 
     @classmethod
@@ -79,7 +43,7 @@ class HybridCache(Cache):
             ValueError: its layers are not those of `config`.
         """
         if isinstance(cache, cls):
-            _check_layers(cache, config)
+            check_layers(cache, config)
             return cache
         if type(cache) not in (DynamicCache, StaticCache):
             raise TypeError(
@@ -89,9 +53,9 @@ class HybridCache(Cache):
         if cache.offloading:
             raise ValueError("An offloaded cache cannot be rolled back. Pass a DynamicCache without offloading.")
         if not cache.layers:
-            cache.layers = _new_layers(config, None)
-        _check_layers(cache, config)
-        cache.layers = [_convert_layer(layer) for layer in cache.layers]
+            cache.layers = new_layers(config, None)
+        check_layers(cache, config)
+        cache.layers = [convert_layer(layer) for layer in cache.layers]
         cache.__class__ = cls
         cache._initialize_block_state(config)
         return cache
@@ -162,14 +126,12 @@ class HybridCache(Cache):
             raise RuntimeError("commit() needs an open block: call begin_block(n) and run the target first.")
         if not 0 <= commit_length <= self.block_length:
             raise ValueError(f"commit_length must be in [0, {self.block_length}], got {commit_length}.")
-        recorded = min(min(buffers.num_recorded) for buffers in self._buffers.values())
-        if recorded < commit_length:
-            raise RuntimeError(
-                f"A GDN layer has run {recorded} rows of the block, {commit_length} were to be committed."
-            )
-        for layer in self.layers:
-            if not isinstance(layer, GatedDeltaLayer) and layer.is_initialized:
-                layer.crop(-(int(layer.get_seq_length()) - self._block_start - commit_length))
+        attention_layers = [layer for layer in self.layers if not isinstance(layer, GatedDeltaLayer)]
+        recorded = [int(layer.get_seq_length()) - self._block_start for layer in attention_layers]
+        if (fewest := min(recorded + self._recorded_by_gated_delta_layers())) < commit_length:
+            raise RuntimeError(f"A layer has run {fewest} rows of the block, {commit_length} were to be committed.")
+        for layer, num_rows in zip(attention_layers, recorded, strict=True):
+            layer.crop(commit_length - num_rows)
         for buffers in self._buffers.values():
             buffers.commit(commit_length)
         self.block_length = 0
@@ -279,51 +241,11 @@ class HybridCache(Cache):
                 self._buffer_index[layer_idx] = (device, index)
             self._buffers[device] = buffers
 
+    def _recorded_by_gated_delta_layers(self) -> list[int]:
+        return [num_rows for buffers in self._buffers.values() for num_rows in buffers.num_recorded]
+
     def _unstack_states(self) -> None:
         """Before the batch changes: layers are about to replace their views, so the stacks are made anew later."""
         self.discard_block()
         self.settle()
         self._buffers, self._buffer_index = {}, {}
-
-
-def _layer_types(config: PreTrainedConfig) -> list[str]:
-    layer_types = list(config.get_text_config(decoder=True).layer_types)
-    unknown = sorted(set(layer_types) - set(SUPPORTED_LAYER_TYPES))
-    if unknown:
-        raise ValueError(f"HybridCache holds layers of {', '.join(SUPPORTED_LAYER_TYPES)}, got {', '.join(unknown)}.")
-    return layer_types
-
-
-def _new_layers(config: PreTrainedConfig, max_length: int | None) -> list:
-    def new_attention_layer():
-        return DynamicLayer() if max_length is None else StaticLayer(max_cache_len=max_length)
-
-    return [
-        GatedDeltaLayer() if kind == "linear_attention" else new_attention_layer() for kind in _layer_types(config)
-    ]
-
-
-def _check_layers(cache: Cache, config: PreTrainedConfig) -> None:
-    expected = _layer_types(config)
-    given = [
-        "linear_attention" if isinstance(layer, LinearAttentionLayer) else "full_attention" for layer in cache.layers
-    ]
-    if given != expected:
-        raise ValueError(
-            f"The cache does not match the model: it has {len(given)} layers "
-            f"({given.count('linear_attention')} GDN), the "
-            f"model {len(expected)} ({expected.count('linear_attention')} GDN). Pass a cache made for "
-            "this model, or none."
-        )
-
-
-def _convert_layer(layer):
-    if not isinstance(layer, LinearAttentionLayer) or isinstance(layer, GatedDeltaLayer):
-        return layer
-    converted = GatedDeltaLayer(number_of_states=layer.number_of_states)
-    converted.__dict__.update(layer.__dict__)
-    converted.record_past = False
-    if layer.record_past and layer.conv_states[0] is not None:
-        # A recording layer may hold more columns than the kernel needs.
-        converted.conv_states[0] = layer.conv_states[0][..., -layer.conv_kernel_size[0] :].clone()
-    return converted
