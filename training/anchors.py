@@ -1,7 +1,8 @@
 """Where training blocks stand in a sequence, what their rows see, and what they are to predict.
 
-A `BlockLayout` holds this for both row alignments (DFlash: row k predicts the token at its own position; DSpark: the one
-after it), so that the property "the training forward of a block equals drafting at the same anchor" can be tested once.
+A `BlockLayout` holds this for both row alignments (DFlash: row k predicts the token at its own position; DSpark: the
+one after it), so that the property "the training forward of a block equals drafting at the same anchor" can be tested
+once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from hf_hybridspec.modeling.drafter import Drafter
 from hf_hybridspec.modeling.drafter_config import Alignment, AttentionSpan
-from hf_hybridspec.modeling.drafter_layers import BlockInput, KeyValues, Rotation, block_mask
+from hf_hybridspec.modeling.drafter_layers import BlockInput, KeyValues, Rotation
 
 
 @dataclass(frozen=True)
@@ -37,23 +38,33 @@ class BlockLayout:
         return self.labels.shape[-1]
 
     def mask(self, span: AttentionSpan, sequence_length: int) -> Tensor:
-        """[B, 1, N * R, S + N * R] bool, True where visible: `block_mask` of each sequence.
+        """[B, 1, N * R, S + N * R] bool, True where visible: the rule of `drafter_layers.block_mask`, for B sequences.
 
         Rows of blocks that are not valid see their own block alone, so that no softmax is empty.
         """
-        context = torch.arange(sequence_length, device=self.positions.device)
-        masks = torch.stack([block_mask(span, rows, context, self.rows_per_block) for rows in self.positions])
-        seen = self.valid.repeat_interleave(self.rows_per_block, dim=1).unsqueeze(-1)
-        masks[..., :sequence_length] &= seen
-        return masks.unsqueeze(1)
+        rows_per_block = self.rows_per_block
+        rows, anchors = self.positions, self.anchors.repeat_interleave(rows_per_block, dim=1)
+        context = torch.arange(sequence_length, device=rows.device)
+        seen = (context < anchors.unsqueeze(-1)) & self.valid.repeat_interleave(rows_per_block, dim=1).unsqueeze(-1)
+        blocks = torch.arange(rows.shape[1], device=rows.device) // rows_per_block
+        block = (blocks.unsqueeze(1) == blocks).expand(len(rows), -1, -1)
+        distance = rows.unsqueeze(-1) - rows.unsqueeze(-2)
+        if span.causal:
+            block = block & (distance >= 0)
+        if span.window is not None and span.window_from_anchor:
+            seen = seen & (context >= anchors.unsqueeze(-1) - span.window)
+        elif span.window is not None:
+            seen = seen & (rows.unsqueeze(-1) - context < span.window)
+            block = block & (distance.abs() < span.window)
+        return torch.cat((seen, block), dim=-1).unsqueeze(1)
 
 
 def sample_anchors(answer_mask: Tensor, count: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
     """Draws up to `count` anchors in each sequence, without replacement, in rising order.
 
-    answer_mask: [B, S] bool, True on the tokens that the target wrote. An anchor is an answer token whose next token is
-    one too. Returns anchors [B, count] int64 and valid [B, count] bool; where a sequence has fewer, the rest repeat its
-    last position and are not valid. Raises ValueError when no sequence has any.
+    answer_mask: [B, S] bool, True on the tokens that the target wrote. An anchor is an answer token whose next token
+    is one too. Returns anchors [B, count] int64 and valid [B, count] bool; where a sequence has fewer, the rest repeat
+    its last position and are not valid. Raises ValueError when no sequence has any.
     """
     possible = answer_mask.clone()
     possible[:, -1] = False
@@ -77,7 +88,7 @@ def lay_out_blocks(
     tokens: [B, S] int64. answer_mask: [B, S] bool. A row is supervised when it is a draft row of a valid block and its
     label lies inside the sequence and the answer.
     """
-    batch, length = tokens.shape
+    length = tokens.shape[1]
     rows = torch.arange(rows_per_block, device=tokens.device)
     positions = anchors.unsqueeze(-1) + rows
     wanted = positions + alignment.label_offset

@@ -1,7 +1,7 @@
 """Losses of the block drafters.
 
-DFlash is trained on the tokens that the target wrote, later rows weighing less since they count only if the earlier ones
-were accepted: by a fixed decay, or by the drafter's own chance of getting there (`survival_weights`).
+DFlash is trained on the tokens that the target wrote, later rows weighing less since they count only if the earlier
+ones were accepted: by a fixed decay, or by the drafter's own chance of getting there (`survival_weights`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def decay_weights(supervised: Tensor, first_draft_row: int, gamma: float) -> Ten
 def survival_weights(label_probability: Tensor, supervised: Tensor, alpha: float) -> Tensor:
     """Weight of a row = sum over itself and later rows of the chance that drafting survives to there (detached).
 
-    label_probability: [.., R] fp32, the drafter's probability of each label, smoothed as (1 - alpha) q + alpha, rows in
-    draft order. Rows that are not supervised neither stop the survival nor weigh anything.
+    label_probability: [.., R] fp32, the drafter's probability of each label, smoothed as (1 - alpha) q + alpha, rows
+    in draft order. Rows that are not supervised neither stop the survival nor weigh anything.
     """
     smoothed = torch.where(supervised, (1 - alpha) * label_probability + alpha, 1.0).detach()
     survival = smoothed.cumprod(-1) * supervised

@@ -4,8 +4,8 @@
     python -m training.tiny.build_corpus --output runs/corpus --from-folder FOLDER  # texts already at hand
 
 The worked problems are generated with reasoning-gym (`pip install reasoning-gym==0.1.25`); the ten generators of
-`HELDOUT_TEMPLATES` appear in `heldout/` only. `manifest.json` records package, version, licence and the sha256 of every
-source's text.
+`HELDOUT_TEMPLATES` appear in `heldout/` only. `manifest.json` records package, version, licence and the sha256 of
+every source's text.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ from training.tiny.documents import (
 )
 from training.tiny.sources import SOURCES, Source
 
-
 # A longer document is a whole book that the package also holds chapter by chapter.
 COLLECTION_CHARACTERS = 500_000
 
 
 def dialogues_of(source: Source, documents: Iterable[str], rng: Random) -> Iterator[Dialogue]:
-    """The dialogues made from one source's documents: its chats, completions of its code, continuations of its prose."""
+    """What one source's documents give: its chats, completions of its code, continuations of its prose."""
     for document in documents:
         if source.kind == "code":
             yield from completion_dialogues(rng, document)
@@ -85,7 +84,9 @@ def write_gsm(generators: dict, output: Path, train_count: int, heldout_count: i
     trained = sorted(set(generators) - set(HELDOUT_TEMPLATES))
     heldout = sorted(set(generators) & set(HELDOUT_TEMPLATES))
     write_dialogues(output / "train" / "chat_gsm.jsonl.xz", gsm_dialogues(generators, trained, train_count, seed))
-    write_dialogues(output / "heldout" / "chat_gsm.jsonl.xz", gsm_dialogues(generators, heldout, heldout_count, seed + 1))
+    write_dialogues(
+        output / "heldout" / "chat_gsm.jsonl.xz", gsm_dialogues(generators, heldout, heldout_count, seed + 1)
+    )
     return {
         "package": "reasoning-gym",
         "channel": "pypi",

@@ -3,8 +3,8 @@
     python -m training.tiny.build_prompts --corpus runs/corpus --tokenizer runs/tokenizer \\
         --training-prompts runs/train_prompts.jsonl.xz --heldout-prompts hf_hybridspec/bundled/prompts
 
-Training prompts are rendered text, one JSON object a line (`kind`, `text`); held-out prompts are `{"kind", "turns"}` in
-one JSONL file for each of gsm, code, dialogue and prose.
+Training prompts are rendered text, one JSON object a line (`kind`, `text`); held-out prompts are `{"kind", "turns"}`
+in one JSONL file for each of gsm, code, dialogue and prose.
 """
 
 from __future__ import annotations

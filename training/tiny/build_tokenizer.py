@@ -2,8 +2,8 @@
 
     python -m training.tiny.build_tokenizer --corpus runs/corpus --output runs/tokenizer
 
-Byte-level BPE fills the first ids; the special tokens below are the last ones, so that every id has an embedding row. The
-template marks what the model itself writes with `{% generation %}`, so `return_assistant_tokens_mask` is right.
+Byte-level BPE fills the first ids; the special tokens below are the last ones, so that every id has an embedding row.
+The template marks what the model itself writes with `{% generation %}`, so `return_assistant_tokens_mask` is right.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def build_tokenizer(bpe: Tokenizer, vocab_size: int) -> Qwen3_5Tokenizer:
     tokenizer.mask_token = MASK
     tokenizer.chat_template = CHAT_TEMPLATE_PATH.read_text()
     if len(tokenizer) != vocab_size:
-        raise ValueError(f"vocabulary must fill {vocab_size} ids, got {len(tokenizer)}: use more text or fewer entries")
+        raise ValueError(
+            f"vocabulary must fill {vocab_size} ids, got {len(tokenizer)}: use more text or fewer entries"
+        )
     return tokenizer
 
 

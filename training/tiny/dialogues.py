@@ -84,7 +84,7 @@ def question_dialogue(rng: Random, dialogue: Dialogue) -> Dialogue:
 def _blocks(code: str) -> Iterator[str]:
     """Functions, methods and classes of a module, each dedented."""
     starts = [match.start() for match in re.finditer(r"^(?:    )?(?:async )?(?:def|class) ", code, re.MULTILINE)]
-    for start, end in zip(starts, [*starts[1:], len(code)]):
+    for start, end in zip(starts, [*starts[1:], len(code)], strict=True):
         block = code[start:end]
         indented = block.startswith("    ")
         lines = block.rstrip().split("\n")

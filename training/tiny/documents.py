@@ -1,7 +1,7 @@
 """Documents and dialogues of the tiny corpus: reading, writing, and the held-out split.
 
-A corpus folder holds `train/` and `heldout/`. In both, `NAME.txt.xz` is plain text whose documents are separated by a line
-`<|endoftext|>`, and `NAME.jsonl.xz` holds one dialogue per line (`Dialogue.to_json`).
+A corpus folder holds `train/` and `heldout/`. In both, `NAME.txt.xz` is plain text whose documents are separated by a
+line `<|endoftext|>`, and `NAME.jsonl.xz` holds one dialogue per line (`Dialogue.to_json`).
 """
 
 from __future__ import annotations

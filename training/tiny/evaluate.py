@@ -2,10 +2,10 @@
 
     python -m training.tiny.evaluate --target tiny --drafter tiny-dflash --packed runs/packed --output tiny_models.json
 
-Greedy verification emits exactly the target's own greedy answer, whatever the drafter proposes. So each answer is decoded
-once without drafting, and the rounds are replayed along it: a block is proposed at the anchor from the taps before it, the
-accepted drafts are those that equal the answer's next tokens, and the next anchor follows them. This counts the rounds
-that a real run at full block makes.
+Greedy verification emits exactly the target's own greedy answer, whatever the drafter proposes. So each answer is
+decoded once without drafting, and the rounds are replayed along it: a block is proposed at the anchor from the taps
+before it, the accepted drafts are those that equal the answer's next tokens, and the next anchor follows them. This
+counts the rounds that a real run at full block makes.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def replay_rounds(
 ) -> tuple[Tensor, Tensor]:
     """Rounds and emitted tokens of greedy decoding at full block, for B answers at once.
 
-    features: [B, S, K*H]. tokens: [B, S] int64, prompt, answer and padding. prompt_lengths, lengths: [B] int64, where the
-    answer starts and where it ends. The answer's first token comes from the prompt's own forward and is the first anchor.
-    Returns rounds [B] and emitted [B] int64, the first token not counted in either.
+    features: [B, S, K*H]. tokens: [B, S] int64, prompt, answer and padding. prompt_lengths, lengths: [B] int64, where
+    the answer starts and where it ends. The answer's first token comes from the prompt's own forward and is the first
+    anchor. Returns rounds [B] and emitted [B] int64, the first token not counted in either.
     """
     context = project_features(drafter, features)
     anchor, rounds, emitted = prompt_lengths.clone(), torch.zeros_like(lengths), torch.zeros_like(lengths)
@@ -85,7 +85,7 @@ def acceptance(
     rounds, emitted, answer_tokens = 0, 0, 0
     for part in _chunks(prompts, batch):
         answers = list(answer_batch(target, part, max_new_tokens, sample=False))
-        rows = [prompt + answer for prompt, answer in zip(part, answers)]
+        rows = [prompt + answer for prompt, answer in zip(part, answers, strict=True)]
         tokens = _right_padded(rows, target.config.pad_token_id, target.device)
         features = tapped_features(target, tokens, list(drafter.target_layer_ids))
         starts = torch.tensor([len(prompt) for prompt in part], device=target.device)

@@ -1,8 +1,8 @@
 """Faster forms of three target operations for training at large batch; same functions, other order of the sums.
 
-The stock fallbacks of transformers are written for inference. `use_fast_forms` replaces, on one process's loaded classes,
-the chunked gated delta rule, the depthwise convolution and the experts; the weights and their names stay those of
-`Qwen3_5MoeForCausalLM`.
+The stock fallbacks of transformers are written for inference. `use_fast_forms` replaces, on one process's loaded
+classes, the chunked gated delta rule, the depthwise convolution and the experts; the weights and their names stay
+those of `Qwen3_5MoeForCausalLM`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def _invert_unit_lower(lower: Tensor) -> Tensor:
         for i in range(pairs):
             row = (2 * i + 1) * width
             cross = lower[..., row : row + width, row - width : row]
-            joined[..., i, width:, :width] = -_matmul_exact(_matmul_exact(second[..., i, :, :], cross), first[..., i, :, :])
+            joined[..., i, width:, :width] = -_matmul_exact(
+                _matmul_exact(second[..., i, :, :], cross), first[..., i, :, :]
+            )
         joined[..., :width, :width] = first
         joined[..., width:, width:] = second
         inverse, width = joined, 2 * width
@@ -90,7 +92,8 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule over a sequence; arguments and results as transformers' `torch_chunk_gated_delta_rule`.
 
-    query, key [B, T, H, K], value [B, T, HV, V], g, beta [B, T, HV]; returns [B, T, HV, V] and the state [B, HV, K, V].
+    query, key [B, T, H, K], value [B, T, HV, V], g, beta [B, T, HV]; returns [B, T, HV, V] and the state [B, HV, K,
+    V].
     """
     dtype, length, group = query.dtype, query.shape[1], value.shape[2] // key.shape[2]
     query, key, value = (x.float() for x in (query, key, value))
@@ -118,7 +121,7 @@ def chunk_gated_delta_rule(
     state = initial_state.float() if state is None else state
     states, updates = [], []
     pieces = (x.unbind(2) for x in (written, reading, keys_to_end, chunk_decay))
-    for written_i, reading_i, keys_i, decay_i in zip(*pieces):
+    for written_i, reading_i, keys_i, decay_i in zip(*pieces, strict=True):
         update = written_i - reading_i @ state
         states.append(state)
         updates.append(update)
@@ -155,7 +158,7 @@ def use_fast_forms(compiled: bool = False) -> None:
     With `compiled`, they and the norms go through torch.compile, each by itself (the whole model takes minutes).
     """
     transform = functools.partial(torch.compile, dynamic=False) if compiled else lambda function: function
-    stock.torch_chunk_gated_delta_rule = chunk_gated_delta_rule
+    stock.torch_chunk_gated_delta_rule = transform(chunk_gated_delta_rule)
     stock.causal_conv1d_fn = transform(causal_conv1d)
     stock.Qwen3_5MoeExperts.forward = transform(dense_experts)
     if compiled:

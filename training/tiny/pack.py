@@ -2,8 +2,8 @@
 
     python -m training.tiny.pack --corpus runs/corpus --tokenizer runs/tokenizer --output runs/packed
 
-Training rows start at the start of a document whenever one fits, since the recurrent state at inference starts empty too;
-held-out rows hold one document each. `train/DOMAIN.bin.xz` is uint16 ids, `heldout/DOMAIN.bin.xz` the same, and
+Training rows start at the start of a document whenever one fits, since the recurrent state at inference starts empty
+too; held-out rows hold one document each. `train/DOMAIN.bin.xz` is uint16 ids, `heldout/DOMAIN.bin.xz` the same, and
 `index.json` gives the row length and the number of rows.
 """
 
@@ -61,8 +61,8 @@ def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[n
 def pack_rows(documents: Iterator[np.ndarray], length: int, whole: bool) -> np.ndarray:
     """uint16 [rows, length]: documents one after another, without padding.
 
-    A document that crosses a row's end goes on in the next row, or, if it is to stay `whole` and fits into a row, starts
-    again there: its first part is then seen twice, and nothing is cut off. The last, incomplete row is dropped.
+    A document that crosses a row's end goes on in the next row, or, if it is to stay `whole` and fits into a row,
+    starts again there: its first part is then seen twice, and nothing is cut off. The last, incomplete row is dropped.
     """
     rows, row, used = [], np.empty(length, dtype=np.uint16), 0
     for document in documents:

