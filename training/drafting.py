@@ -29,13 +29,13 @@ def draft_hidden(
 
     Args:
         tokens: [B, S] int64, read at the anchors.
-        features: [B, S, taps * hidden].
+        features: [B, C, taps * hidden] of positions 0..C-1, the context; C = S, or less where no anchor lies beyond.
         recurrent_states: target layer -> [B * N, HV, K, V]; needed where the drafter reads states.
         gradient_checkpointing: keep a layer's input only and run the layer again in the backward pass.
     """
     rows = layout.rows_per_block
-    length = tokens.shape[1]
-    anchors = tokens.gather(1, layout.anchors.clamp(max=length - 1))
+    length = features.shape[1]
+    anchors = tokens.gather(1, layout.anchors)
     hidden = drafter.embed_block(anchors.flatten(), rows).view(len(tokens), -1, drafter.config.hidden_size)
     cos, sin = drafter.rotary_emb(drafter.fc.weight, layout.positions)
     rotation = Rotation(cos.unsqueeze(1), sin.unsqueeze(1))

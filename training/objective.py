@@ -137,7 +137,9 @@ class DraftingObjective(nn.Module):
             return empty, torch.zeros_like(empty, dtype=torch.bool)
         return torch.cat(losses), torch.cat(agreement)
 
-    def _chunk_losses(self, hidden: Tensor, previous: Tensor, labels: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    def _chunk_losses(
+        self, hidden: Tensor, previous: Tensor, labels: Tensor, teacher: Tensor
+    ) -> tuple[Tensor, Tensor]:
         drafter, weights = self.drafter, self.weights
         with torch.no_grad():
             target_logits = drafter.logits(teacher)

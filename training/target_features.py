@@ -48,7 +48,9 @@ class FrozenTarget:
         taps: dict[int, Tensor] = {}
         mixer_inputs: dict[int, Tensor] = {}
         handles = [
-            self._layers[layer].register_forward_hook(lambda module, args, output, layer=layer: taps.update({layer: output}))
+            self._layers[layer].register_forward_hook(
+                lambda module, args, output, layer=layer: taps.update({layer: output})
+            )
             for layer in self.target_layer_ids
         ]
         handles += [
@@ -60,7 +62,9 @@ class FrozenTarget:
         try:
             with torch.autocast(tokens.device.type, enabled=False):
                 last_hidden = text_model(self.model)(input_ids=tokens, use_cache=False).last_hidden_state
-                states = {layer: self._states(layer, mixer_inputs.pop(layer), anchors) for layer in self.recurrent_layer_ids}
+                states = {
+                    layer: self._states(layer, mixer_inputs.pop(layer), anchors) for layer in self.recurrent_layer_ids
+                }
         finally:
             for handle in handles:
                 handle.remove()
