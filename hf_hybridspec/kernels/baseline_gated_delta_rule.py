@@ -54,8 +54,8 @@ def replay_gated_delta_rule(
 ) -> torch.Tensor:
     """Outputs `[B, n, HV, V]` of n rows after `recurrent_state` advanced by the P rows of `pending`.
 
-    Arguments are those of `verify_gated_delta_rule`; `pending` `[B, P, ...]` is only read, its `g` summed from the first
-    of the P rows. The first n rows of `factors` are written.
+    Arguments are those of `verify_gated_delta_rule`; `pending` `[B, P, ...]` is only read, its `g` summed from the
+    first of the P rows. The first n rows of `factors` are written.
     """
     rows, num_v_heads = value.shape[1:3]
     group = num_v_heads // key.shape[2]
