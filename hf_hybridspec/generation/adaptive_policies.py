@@ -19,10 +19,10 @@ class CalibratedPolicy(LengthPolicy):
 
     Args:
         profile: of the pair and device it will serve; another is refused when a call begins.
-        is_guarded: pauses drafting while it is measured to be slower than plain decoding.
+        is_guarded: as `LengthPolicy.is_guarded`.
     """
 
-    def __init__(self, profile: CalibrationProfile, is_guarded: bool = False):
+    def __init__(self, profile: CalibrationProfile, is_guarded: bool | None = None):
         self.profile = profile
         self.is_guarded = is_guarded
         self._checked: tuple[weakref.ref, weakref.ref, int] | None = None
@@ -33,6 +33,14 @@ class CalibratedPolicy(LengthPolicy):
         if self._checked != pair:
             self.profile.check_pair(pair_identity(target, drafter))
             self._checked = pair
+
+    def select(self, draft: Draft) -> int:
+        # A paused drafter proposes nothing.
+        return self.choose(draft) if draft.tokens.shape[0] else 1
+
+    @abstractmethod
+    def choose(self, draft: Draft) -> int:
+        """`select` for a proposal block of at least one draft."""
 
 
 class HybridSpec(CalibratedPolicy):
@@ -45,7 +53,7 @@ class HybridSpec(CalibratedPolicy):
     name = "hybridspec"
     lookahead = 1
 
-    def __init__(self, profile: CalibrationProfile, is_guarded: bool = False):
+    def __init__(self, profile: CalibrationProfile, is_guarded: bool | None = None):
         super().__init__(profile, is_guarded)
         self._tables: dict[torch.device, LengthTables] = {}
         self._selection: Selection | None = None
@@ -64,7 +72,7 @@ class HybridSpec(CalibratedPolicy):
         """Writes the corrected length, given `[1]` new Layer-0 experts of the lookahead row."""
         correct_length(new_experts, self.tables(new_experts.device), selection)
 
-    def select(self, draft: Draft) -> int:
+    def choose(self, draft: Draft) -> int:
         self._selection = Selection.empty(draft.confidence.shape[0], draft.confidence.device)
         self.select_on_device(draft, self._selection)
         return int(self._selection.nominal_length)
@@ -89,7 +97,7 @@ class RatioPolicy(CalibratedPolicy):
     def candidates(self, num_drafts: int) -> list[int]:
         """Verification lengths to choose from, ascending."""
 
-    def select(self, draft: Draft) -> int:
+    def choose(self, draft: Draft) -> int:
         ratios = self.ratios(draft.confidence)
         return max(self.candidates(draft.confidence.shape[0]), key=ratios.__getitem__)
 
@@ -137,7 +145,7 @@ class ConfidenceScheduler(Evict):
                 f"{drafter.config.family} drafter has none. Use 'hybridspec' with the same profile."
             )
 
-    def select(self, draft: Draft) -> int:
+    def choose(self, draft: Draft) -> int:
         logits = torch.logit(draft.acceptance.double(), eps=1e-9)
         temperatures = self.profile.acceptance.temperatures
         if temperatures is not None:

@@ -19,8 +19,9 @@ from ..modeling.target import split_obstacle, text_model
 from .candidate_generator import HybridSpecCandidateGenerator
 from .decoding import DecodingState, decode
 from .draft_session import DraftSession
+from .drafting_guard import guarded
 from .emission import Emission
-from .length_policies import LengthPolicy, check_policy, default_policy
+from .length_policies import LengthPolicy, default_policy
 from .outputs import HybridSpecGenerateOutput
 from .statistics import GenerationStatistics
 from .verification import TokenVerifier
@@ -72,11 +73,12 @@ class AssistedCall:
     def __post_init__(self):
         is_sparse = any(has_router(layer.mlp) for layer in text_model(self.model).layers)
         self.policy = self.options.length_policy or default_policy(is_sparse, self.drafter.num_draft_tokens)
-        check_policy(self.policy, self.drafter.num_draft_tokens)
+        self.policy.check(self.model, self.drafter)
         path, reason = self._choose_path()
         self.statistics = GenerationStatistics(path, self.policy.name, reason)
         num_padding = 0 if self.attention_mask is None else int((self.attention_mask == 0).sum())
-        self.drafting = DraftSession(self.drafter, self.cache, num_padding)
+        session = DraftSession(self.drafter, self.cache, num_padding)
+        self.drafting = guarded(session, self.policy, self.model.device)
         self.candidate_generator = HybridSpecCandidateGenerator(
             self.drafting,
             self.cache,

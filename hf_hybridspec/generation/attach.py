@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..modeling.drafter import Drafter
 from ..modeling.target import check_supported, input_embedding, restore_gated_delta_nets, swap_gated_delta_nets
-from .length_policies import LengthPolicy, check_policy, parse_policy
+from .length_policies import LengthPolicy, parse_policy
 from .mixin import Attachment, HybridSpecGenerationMixin
 
 
@@ -39,7 +39,7 @@ def attach(
             )
         drafter.bind(input_embedding(base), base.get_output_embeddings(), base.config)
         if length_policy is not None:
-            check_policy(length_policy, drafter.num_draft_tokens)
+            length_policy.check(base, drafter)
     swap_gated_delta_nets(base)
     if not isinstance(base, HybridSpecGenerationMixin):
         base.__class__ = _attached_class(type(base))

@@ -109,4 +109,6 @@ def default_policy(is_sparse: bool, num_draft_tokens: int) -> LengthPolicy:
         f"{'an MoE' if is_sparse else 'a dense'} target. `hf-hybridspec calibrate` measures a profile for "
         "'hybridspec'."
     )
+    # Nobody asked for this length: on a GPU it must not cost speed.
+    policy.is_guarded = None
     return policy

@@ -15,16 +15,19 @@ class LengthPolicy(ABC):
     Attributes:
         name: as `parse_policy` and the statistics spell it.
         lookahead: rows beyond the nominal length that Stage 0 processes, for `correct` to decide on.
-        is_guarded: whether drafting pauses when it is measured to be slower than plain decoding.
+        is_guarded: whether drafting pauses while it is measured to be slower than plain decoding; None: on a GPU.
     """
 
     name: str
     lookahead = 0
-    is_guarded = False
+    is_guarded: bool | None = False
 
     @abstractmethod
     def select(self, draft: Draft) -> int:
-        """Nominal verification length w0 in [2, D + 1], anchor included, from the drafter's signals alone."""
+        """Nominal verification length w0 in [2, D + 1], anchor included, from the drafter's signals alone.
+
+        A draft without tokens, of a paused drafter, gives 1.
+        """
 
     def correct(self, nominal_length: int, new_experts: int) -> int:
         """Length after the routing correction: `nominal_length` or up to `lookahead` more.
