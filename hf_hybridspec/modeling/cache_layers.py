@@ -1,6 +1,7 @@
 """The layers of a HybridCache: which there are, and how those of a user's cache become them."""
 
 import torch
+import torch.nn.functional as F
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer, StaticLayer
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -77,6 +78,8 @@ def convert_layer(layer):
     converted.__dict__.update(layer.__dict__)
     converted.record_past = False
     if layer.record_past and layer.conv_states[0] is not None:
-        # A recording layer may hold more columns than the kernel needs.
-        converted.conv_states[0] = layer.conv_states[0][..., -layer.conv_kernel_size[0] :].clone()
+        # A recording layer holds more columns than the kernel needs, or fewer after a prompt that is shorter.
+        kernel_size, columns = layer.conv_kernel_size[0], layer.conv_states[0]
+        missing = max(0, kernel_size - columns.shape[-1])
+        converted.conv_states[0] = F.pad(columns[..., -kernel_size:], (missing, 0)).contiguous()
     return converted
