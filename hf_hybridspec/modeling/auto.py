@@ -15,6 +15,7 @@ from .drafter import Drafter
 from .drafter_checkpoint import WEIGHTS, WEIGHTS_INDEX, load_drafter, read_tensors, shard_names
 from .dspark.modeling_dspark import DSparkDrafter
 from .published_config import read_published_config
+from .ready.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, READER_CONFIG, Adapter
 from .ready.modeling_ready import ReadyDrafter
 
 logger = logging.get_logger(__name__)
@@ -45,6 +46,8 @@ class AutoDrafter:
     ) -> Drafter:
         """The drafter of a bundled name, a folder or a Hub repository, in eval mode.
 
+        An adapter of `training/train_ready.py` is merged into the drafter that it names.
+
         Args:
             pretrained_model_name_or_path: bundled name (`hf_hybridspec.bundled`), folder, or repository id.
             dtype: "auto" keeps the checkpoint's; float16 becomes bfloat16 (drafters overflow in float16).
@@ -62,6 +65,18 @@ class AutoDrafter:
         if unknown:
             raise ValueError(f"AutoDrafter.from_pretrained does not take {unknown}. It takes {sorted(HUB_ARGUMENTS)}.")
         source = resolve(fspath(pretrained_model_name_or_path))
+        if _is_adapter(source, hub_kwargs):
+            adapter = read_adapter(source, hub_kwargs)
+            shared = {name: value for name, value in hub_kwargs.items() if name not in ("revision", "subfolder")}
+            base = cls.from_pretrained(
+                adapter.base_drafter,
+                dtype=dtype,
+                device_map=device_map,
+                sample_from_anchor=sample_from_anchor,
+                is_causal=is_causal,
+                **shared,
+            )
+            return adapter.merge_into(base)
         raw = read_config(source, hub_kwargs)
         published = read_published_config(raw, sample_from_anchor=sample_from_anchor, is_causal=is_causal)
         drafter_class = DRAFTER_CLASSES[published.family]
@@ -71,6 +86,31 @@ class AutoDrafter:
         tensors = read_tensors(Path(_file(source, name, hub_kwargs)) for name in _weight_names(source, hub_kwargs))
         stored = config.dtype or next((t.dtype for t in tensors.values() if t.is_floating_point()), None)
         return load_drafter(drafter_class, config, tensors, _dtype(dtype, stored), device)
+
+
+def _is_adapter(source: str, hub_kwargs: dict[str, Any]) -> bool:
+    folder = Path(source, hub_kwargs.get("subfolder") or "")
+    if folder.is_dir():
+        return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+    optional = {"_raise_exceptions_for_missing_entries": False}
+    try:
+        if cached_file(source, "config.json", **hub_kwargs, **optional) is not None:
+            return False
+        return cached_file(source, ADAPTER_CONFIG, **hub_kwargs, **optional) is not None
+    except OSError:
+        # An unreachable repository is reported where a drafter is looked for.
+        return False
+
+
+def read_adapter(source: str, hub_kwargs: dict[str, Any]) -> Adapter:
+    """The adapter of a folder or repository; raises ValueError where a file is missing or unusable."""
+    files = {}
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, READER_CONFIG):
+        path = cached_file(source, name, **hub_kwargs, _raise_exceptions_for_missing_entries=False)
+        if path is None:
+            raise ValueError(f"{source} lacks {name}, so it is no adapter of train_ready.py. Use PEFT, or retrain.")
+        files[name] = path
+    return Adapter.read(files)
 
 
 def read_config(source: str, hub_kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from .draft_context import DraftContext
 from .drafter_backbone import DrafterBackbone
 from .drafter_config import Alignment, AttentionSpan, DrafterConfig
 from .drafter_layers import block_mask
+from .reader_guard import refuse_unread_reader
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Drafter(DrafterBackbone):
         super().__init__(config)
         self._block_size = config.block_size
         self._target: BoundTarget | None = None
+        self.register_load_state_dict_pre_hook(refuse_unread_reader)
 
     # ------------------------------------------------------------------------------------------------ the block
 
