@@ -81,7 +81,7 @@ def refuse_stateful_processors(logits_processor: LogitsProcessorList) -> None:
     for processor in logits_processor:
         if isinstance(processor, _STATEFUL_PROCESSORS):
             raise ValueError(
-                f"{type(processor).__name__} keeps a state of its own, which transformers' assisted loop would corrupt "
+                f"{type(processor).__name__} keeps a state of its own, which the host loop would corrupt "
                 "with rejected tokens. Leave it out, or decode without an assistant."
             )
 

@@ -125,11 +125,11 @@ class HybridSpecGenerationMixin:
             raise ValueError("Assisted decoding needs a cache: leave use_cache out or set it to True.")
         kind = generation_config.cache_implementation
         if model_kwargs.get("cache") is not None:
+            model_kwargs["cache"] = HybridCache.convert(model_kwargs["cache"], self.config)
             # The host refuses a cache beside cache_implementation.
             super()._prepare_cache_for_generation(
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
-            model_kwargs["cache"] = HybridCache.convert(model_kwargs["cache"], self.config)
         elif kind in (None, "dynamic", "hybrid", *ALL_STATIC_CACHE_IMPLEMENTATIONS):
             is_static = kind in ALL_STATIC_CACHE_IMPLEMENTATIONS
             # A block may reach beyond the last token that is kept.
