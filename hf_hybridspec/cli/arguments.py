@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from ..generation.length_policies import LengthPolicy, parse_policy
+from . import bench, calibrate
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -41,6 +42,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser("hf-hybridspec", description="Exact speculative decoding of hybrid Qwen models.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
+    for name, verb in (("calibrate", calibrate), ("bench", bench)):
+        verb.add_arguments(commands.add_parser(name, help=verb.HELP, description=verb.DESCRIPTION))
     info = commands.add_parser("info", help="describe a target or drafter, or check that a pair fits")
     info.add_argument("id", help="bundled name, folder, or Hub repository")
     info.add_argument("--with", dest="other", metavar="ID", help="the other half of a pair: does it fit?")

@@ -11,6 +11,7 @@ import huggingface_hub.utils.logging as hub_logging
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers.utils import logging
 
+from . import bench, calibrate
 from .arguments import build_parser
 from .errors import CommandError
 from .generate import run_generate
@@ -18,7 +19,7 @@ from .info import run_info
 
 REFUSED, INTERRUPTED, CLOSED_PIPE = 2, 130, 141
 
-COMMANDS = {"generate": run_generate, "info": run_info}
+COMMANDS = {"generate": run_generate, "calibrate": calibrate.run, "bench": bench.run, "info": run_info}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

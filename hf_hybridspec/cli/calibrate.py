@@ -1,0 +1,75 @@
+"""hf-hybridspec calibrate: measures a target and drafter on this machine and writes a calibration profile."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from ..calibration.calibrate import CalibrationPlan, calibrate
+from ..calibration.profile import CalibrationProfile
+from ..calibration.prompts import load_prompts, prompts_hash, render, split_prompts, take_per_kind
+from .checkpoints import load_tokenizer
+from .errors import CommandError
+from .pair_arguments import add_pair_arguments, add_prompt_arguments, load_pair
+
+HELP = "measure a pair on this machine, for length_policy=HybridSpec(profile)"
+DESCRIPTION = """\
+Decodes calibration prompts at full length, fits the acceptance model, times every verification length, and writes one
+JSON profile. An interrupted run continues where it stopped: its rounds are kept beside the profile.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the subcommand."""
+    add_pair_arguments(parser)
+    add_prompt_arguments(parser, split="calibration", limit=12)
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="the profile to write")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=128, metavar="N", help="of a captured answer (default: 128)"
+    )
+    parser.add_argument(
+        "--timed-prompts", type=int, default=4, metavar="N", help="prompts decoded at every length (default: 4)"
+    )
+    parser.add_argument("--timed-tokens", type=int, default=32, metavar="N", help="of a timed answer (default: 32)")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Calibrates, writes the profile and prints what it found; raises CommandError."""
+    for name in ("max_new_tokens", "timed_prompts", "timed_tokens"):
+        if getattr(options, name) < 1:
+            raise CommandError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}.")
+    try:
+        texts = take_per_kind(
+            split_prompts(load_prompts(options.prompts), options.split, options.seed), options.limit_per_kind
+        )
+        target, drafter = load_pair(options)
+        prompts = render(texts, load_tokenizer(options.target), target.device, options.thinking)
+        plan = CalibrationPlan(
+            prompts=prompts,
+            prompts_name=f"{options.prompts}, {options.split} split, seed {options.seed}",
+            max_new_tokens=options.max_new_tokens,
+            timed_prompts=options.timed_prompts,
+            timed_tokens=options.timed_tokens,
+            rounds_path=f"{options.output}.rounds.jsonl",
+        )
+        profile = calibrate(target, drafter, plan)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    profile.save(options.output)
+    print(summary_lines(profile, options.output))
+    print(f"prompts: {len(prompts)}, hash {prompts_hash(prompts)}", file=sys.stderr)
+
+
+def summary_lines(profile: CalibrationProfile, path: Path) -> str:
+    """What was found, in a few lines."""
+    quality, costs = profile.quality, profile.costs
+    kind = "held-out prompts" if quality.held_out else "the rounds of the fit"
+    lines = [
+        f"{path}: {profile.num_rounds} rounds of {len(profile.prompt_keys)} prompts",
+        f"acceptance model: calibration error {quality.calibration_error:.4f}, Brier score {quality.brier_score:.4f} "
+        f"on {kind}",
+        f"a round takes {1e3 * costs.fitted[0]:.2f} ms at length 2 and {1e3 * costs.fitted[-1]:.2f} ms at "
+        f"{len(costs.fitted) + 1} (R2 {quality.cost_r2:.3f}), a token without drafts "
+        f"{1e3 * costs.autoregressive:.2f} ms",
+        f"rho {profile.rho:.1f} tokens/s, best static length {profile.static_length}",
+    ]
+    return "\n".join([*lines, *(f"note: {note}" for note in profile.notes)])
