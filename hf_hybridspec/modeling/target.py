@@ -1,5 +1,7 @@
 """What of a live transformers model the project touches: which families it supports and where their parts are."""
 
+from types import MethodType
+
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
@@ -44,7 +46,7 @@ def check_supported(model: PreTrainedModel) -> None:
             f"speculative decoding would be wrong. Supported: {supported}."
         )
     for name, module in gated_delta_nets(model):
-        if "forward" in vars(module):
+        if _has_another_forward(module):
             raise ValueError(
                 f"The forward of {name} was replaced by a hub kernel, which would bypass rollback. "
                 "Load the model with "
@@ -65,14 +67,33 @@ def swap_gated_delta_nets(model: nn.Module) -> None:
     """Lets every GDN layer verify blocks of a HybridCache. Idempotent."""
     for _, module in gated_delta_nets(model):
         if not isinstance(module, BlockGatedDeltaNet):
-            module.__class__ = block_class(type(module))
+            _change_class(module, block_class(type(module)))
 
 
 def restore_gated_delta_nets(model: nn.Module) -> None:
     """Undoes `swap_gated_delta_nets`."""
     for _, module in gated_delta_nets(model):
         if isinstance(module, BlockGatedDeltaNet):
-            module.__class__ = type(module).__mro__[2]
+            _change_class(module, next(parent for parent in type(module).__mro__ if parent in GATED_DELTA_NETS))
+
+
+# accelerate's hooks keep the forward that they wrap in the first; removing them leaves it in the second.
+_OWN_FORWARDS = ("_old_forward", "forward")
+
+
+def _has_another_forward(module: nn.Module) -> bool:
+    """Whether the forward of the class was replaced in the instance; accelerate's hooks wrap it and count as none."""
+    own = next((vars(module)[name] for name in _OWN_FORWARDS if name in vars(module)), None)
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+
+
+def _change_class(module: nn.Module, new_class: type) -> None:
+    """Also within accelerate's hooks, which hold the forward of the old class."""
+    old_forward = type(module).forward
+    module.__class__ = new_class
+    for name in _OWN_FORWARDS:
+        if getattr(vars(module).get(name), "__func__", None) is old_forward:
+            setattr(module, name, MethodType(new_class.forward, module))
 
 
 def split_obstacle(model: PreTrainedModel) -> str | None:

@@ -5,10 +5,12 @@ import copy
 import pytest
 import torch
 from accelerate import cpu_offload
+from accelerate.hooks import remove_hook_from_submodules
 from torch import nn
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
+from hf_hybridspec import attach, detach
 from hf_hybridspec.modeling.gated_delta_net import BlockGatedDeltaNet, block_class
 from hf_hybridspec.modeling.target import gated_delta_nets
 from tests.support import random_prompt
@@ -99,14 +101,26 @@ def test_bf16_blocks_follow_bf16_steps(pair):
     assert cache.layers[0].recurrent_states[0].dtype == torch.float32
 
 
-def test_weights_offloaded_by_accelerate(pair):
-    """The convolution weight is read without calling its module: its hook must bring it in first."""
-    offloaded = copy.deepcopy(pair.attached)
-    cpu_offload(offloaded, execution_device=torch.device("cpu"))
-    assert mixer(offloaded).conv1d.weight.device.type == "meta"
-    cache, expected = prefilled(offloaded, PROMPT), prefilled(pair.attached, PROMPT)
-    actual = run_block(offloaded, cache, ROWS[:, :5])
-    assert_close(actual, run_block(pair.attached, expected, ROWS[:, :5]))
+@pytest.mark.parametrize("hooks_come_first", [True, False])
+def test_weights_offloaded_by_accelerate(pair, hooks_come_first):
+    """Its hooks hold the forward of the class; and the convolution weight is read without calling its module."""
+    target = copy.deepcopy(pair.stock)
+    if hooks_come_first:
+        cpu_offload(target, execution_device=torch.device("cpu"))
+    attach(target)
+    if not hooks_come_first:
+        cpu_offload(target, execution_device=torch.device("cpu"))
+    assert mixer(target).conv1d.weight.device.type == "meta"
+    expected = run_block(pair.attached, prefilled(pair.attached, PROMPT), ROWS[:, :5])
+    cache = prefilled(target, PROMPT)
+    assert_close(run_block(target, cache, ROWS[:, :5]), expected)
+    cache.commit(2)
+    # Without hooks the forward stays in the instance; the next swaps reach it as well.
+    remove_hook_from_submodules(target)
+    assert_close(run_block(target, prefilled(target, PROMPT), ROWS[:, :5]), expected)
+    detach(target)
+    assert mixer(target).forward.__func__ is type(mixer(pair.stock)).forward
+    assert_close(run_block(attach(target), prefilled(target, PROMPT), ROWS[:, :5]), expected)
 
 
 def test_the_class_keeps_the_hosts_name():
