@@ -4,10 +4,36 @@ The math is in `state_reader_reference.py`. Sizes: N blocks of B draft rows, J s
 heads), rank r, state [K, V], hidden size d.
 """
 
+from types import ModuleType
+
+import torch
 from torch import Tensor
 
-from . import state_reader_reference as kernels
+from . import state_reader_reference
+from .dispatch import implementation
 from .state_reader_reference import ProjectedStates
+
+
+def gather_states(recurrent_states: Tensor, layers: Tensor, out: Tensor) -> None:
+    """Copies the states of the selected layers into a preallocated buffer, in one launch.
+
+    Args:
+        recurrent_states: [L, N, HV, K, V], the committed states of all layers as the cache stacks them; not mutated.
+        layers: [n] int32 or int64 on the same device, places in L. They must be in range: that is not checked.
+        out: [N, n * HV, K, V], contiguous, floating; overwritten, layer by layer in the order of `layers`.
+
+    Raises ValueError for shapes or dtypes that do not match.
+    """
+    if recurrent_states.dim() != 5 or layers.dim() != 1 or layers.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            "recurrent_states must be [L, N, HV, K, V] and layers [n] int32 or int64, got "
+            f"{tuple(recurrent_states.shape)} and {layers.dtype} {tuple(layers.shape)}."
+        )
+    _, N, HV, K, V = recurrent_states.shape
+    expected = (N, layers.shape[0] * HV, K, V)
+    if tuple(out.shape) != expected or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous {expected}, got {tuple(out.shape)}.")
+    implementation("state_reader", out.device).gather_states(recurrent_states, layers, out)
 
 
 def project_states(states: Tensor, value_projection: Tensor) -> ProjectedStates:
@@ -29,7 +55,7 @@ def project_states(states: Tensor, value_projection: Tensor) -> ProjectedStates:
             f"value_projection {tuple(value_projection.shape)} does not fit states {tuple(states.shape)}: "
             f"it must be [{states.shape[1]}, {states.shape[3]}, r]."
         )
-    return kernels.project_states(states, value_projection)
+    return _kernels(states, value_projection).project_states(states, value_projection)
 
 
 def read_projected_states(
@@ -52,4 +78,12 @@ def read_projected_states(
             raise ValueError(f"{name} must be {expected[name]}, got {tuple(tensor.shape)}.")
     if hidden.dim() != 3 or hidden.shape[0] != N:
         raise ValueError(f"hidden must be [{N}, B, d], one block per set of states, got {tuple(hidden.shape)}.")
+    kernels = _kernels(states.projected, hidden, query_projection, key_projection)
     return kernels.read_projected_states(states, hidden, query_projection, key_projection)
+
+
+def _kernels(*tensors: Tensor) -> ModuleType:
+    """The reference where a gradient is wanted: the Triton kernels have no backward pass."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return state_reader_reference
+    return implementation("state_reader", tensors[0].device)

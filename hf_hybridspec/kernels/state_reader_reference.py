@@ -23,6 +23,11 @@ class ProjectedStates:
     log_rms: Tensor
 
 
+def gather_states(recurrent_states: Tensor, layers: Tensor, out: Tensor) -> None:
+    """See `state_reader.gather_states`."""
+    out.copy_(recurrent_states[layers].transpose(0, 1).flatten(1, 2))
+
+
 def project_states(states: Tensor, value_projection: Tensor) -> ProjectedStates:
     """See `state_reader.project_states`."""
     states = states.float()
