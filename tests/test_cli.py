@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 from transformers.utils import logging
 
-from hf_hybridspec import attach
+from hf_hybridspec import AutoDrafter, attach
 from hf_hybridspec.cli import main
-from hf_hybridspec.cli.timing import Request, first_difference
+from hf_hybridspec.cli.timing import Request, first_difference, tokens_per_second
 from hf_hybridspec.modeling.dflash import DFlashDrafter
+from tests.profiles import make_profile, profile_of
 from tests.support import drafter_config
 
 JSON_KEYS = {
@@ -116,9 +118,11 @@ def test_compare_reports_a_difference(hybridspec, monkeypatch):
 
     def corrupted(self, drafter=None, *args, **kwargs):
         run = decode(self, drafter, *args, **kwargs)
-        if drafter is not None:
-            run.token_ids[4] += 1
-        return run
+        if drafter is None:
+            return run
+        tokens = list(run.token_ids)
+        tokens[4] += 1
+        return replace(run, token_ids=tuple(tokens))
 
     monkeypatch.setattr(Request, "decode", corrupted)
     assert "NOT identical from token 5 of 12" in hybridspec("generate", "--compare")[1]
@@ -131,6 +135,24 @@ def test_sampling_follows_its_seed_and_expects_no_identity(hybridspec):
     assert first == again != other
     assert "other tokens are expected when sampling" in hybridspec(*options, 7, "--compare")[1]
     assert json.loads(hybridspec(*options, 7, "--compare", "--json")[1])["identical_to_autoregressive"] is None
+
+
+def test_a_profile_chooses_lengths_and_must_fit(hybridspec, saved_pair, tmp_path):
+    target = attach(AutoModelForCausalLM.from_pretrained(saved_pair.target))
+    drafter = AutoDrafter.from_pretrained(saved_pair.drafter)
+    drafter.bind(target.get_input_embeddings(), target.get_output_embeddings(), target.config)
+    fitting, foreign, broken = (tmp_path / name for name in ("fitting.json", "foreign.json", "broken.json"))
+    profile_of(target, drafter).save(fitting)
+    make_profile().save(foreign)
+    broken.write_text("{")
+    code, out, _ = hybridspec("generate", "--profile", fitting)
+    assert code == 0 and "hybridspec" in out
+    assert out.rsplit("\n\n", 1)[0] == plain_text(saved_pair)
+    assert "dcut" in hybridspec("generate", "--profile", fitting, "--policy", "dcut")[1]
+    assert is_refused(hybridspec("generate", "--profile", foreign), "does not fit")
+    assert is_refused(hybridspec("generate", "--profile", broken), "broken.json", "JSON")
+    assert is_refused(hybridspec("generate", "--profile", tmp_path / "absent.json"), "absent.json", "cannot be read")
+    assert is_refused(hybridspec("generate", "--policy", "hybridspec"), "needs a calibration profile")
 
 
 def test_top_k_of_one_is_greedy_whatever_the_temperature(hybridspec, saved_pair):
@@ -335,9 +357,9 @@ def test_a_reader_that_leaves_ends_it_quietly(saved_pair):
 
 
 def test_the_first_difference_of_two_texts():
-    assert first_difference([1, 2, 3], [1, 2, 3]) is None
-    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
-    assert first_difference([1, 2, 3], [1, 2]) == 2
+    assert first_difference((1, 2, 3), (1, 2, 3)) is None
+    assert first_difference((1, 2, 3), (1, 5, 3)) == 1
+    assert first_difference((1, 2, 3), (1, 2)) == 2
 
 
 def test_speed_leaves_the_prefill_out(saved_pair):
@@ -352,4 +374,4 @@ def test_speed_leaves_the_prefill_out(saved_pair):
     whole = time.perf_counter() - started
     assert len(run.token_ids) == 5 and run.statistics is None
     assert 0 < run.seconds < whole
-    assert run.tokens_per_second == pytest.approx(4 / run.seconds)
+    assert tokens_per_second(run) == pytest.approx(4 / run.seconds)

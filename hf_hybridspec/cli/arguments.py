@@ -3,9 +3,10 @@
 import argparse
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
-from ..generation.length_policies import LengthPolicy, parse_policy
+from ..generation.adaptive_policies import CALIBRATED_POLICIES
 from . import bench, calibrate
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -71,11 +72,12 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--drafter", default="tiny-dflash", metavar="ID", help="likewise (default: tiny-dflash)")
     parser.add_argument(
         "--policy",
-        type=_policy,
         metavar="NAME",
-        help="rows verified in a round: full, or static:W with W from 2 to the drafter's block "
-        "(default: full on a dense target, static:6 on an MoE target)",
+        help="rows verified in a round: full, static:W with W from 2 to the drafter's block, or with --profile "
+        f"{', '.join(CALIBRATED_POLICIES)} (default: hybridspec with a profile; without, full on a dense target and "
+        "static:6 on an MoE target)",
     )
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="of `hf-hybridspec calibrate`, for this pair")
     parser.add_argument("--max-new-tokens", type=_integer(1), default=256, metavar="N", help="default: 256")
     parser.add_argument(
         "--temperature",
@@ -96,13 +98,6 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, default="auto", help="auto (default): float32 on cpu, the checkpoint's on cuda"
     )
-
-
-def _policy(name: str) -> LengthPolicy:
-    try:
-        return parse_policy(name)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).rstrip(".")) from error
 
 
 def _integer(least: int, most: int | None = None) -> Callable[[str], int]:

@@ -6,12 +6,16 @@ import sys
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase, TextStreamer
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from ..generation.length_policies import check_policy
+from ..calibration.profile import CalibrationProfile
+from ..calibration.timed_decode import TimedDecode
+from ..generation.length_policies import HybridSpec, LengthPolicy, check_policy, parse_policy
+from ..modeling.drafter import Drafter
+from ..modeling.target import input_embedding
 from .checkpoints import Placement, check_pair, load_drafter, load_target, load_tokenizer, target_config
 from .errors import CommandError
-from .timing import Comparison, Request, TimedRun
+from .timing import Comparison, Request, tokens_per_second
 
 # Interleaved runs of each kind behind a median.
 COMPARED_RUNS = 3
@@ -21,6 +25,7 @@ def run_generate(options: argparse.Namespace) -> None:
     """Prints the text and its statistics, or one JSON object; raises CommandError before anything is printed."""
     placement = Placement.of(options.device, options.dtype)
     prompt = _checked_prompt(options.prompt)
+    policy = _policy(options)
     config = target_config(options.target)
     # What can be refused is refused before the target's weights are read.
     tokenizer = load_tokenizer(options.target)
@@ -28,16 +33,18 @@ def run_generate(options: argparse.Namespace) -> None:
     max_new_tokens = _room(config, inputs["input_ids"].shape[1], options.max_new_tokens)
     drafter = load_drafter(options.drafter, placement)
     check_pair(drafter, options.drafter, config, options.target)
-    if options.policy is not None:
-        _check_policy(options.policy, drafter.num_draft_tokens)
+    if policy is not None:
+        _refuse_length(policy, drafter)
     _note_unused_options(options)
     target = load_target(options.target, placement)
+    if policy is not None:
+        _refuse_unfit(policy, target, drafter)
 
     inputs = {name: tensor.to(placement.device) for name, tensor in inputs.items()}
     request = Request(target, inputs, sampling_config(options, max_new_tokens), options.seed)
     streamer = None if options.json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    run = request.decode(drafter, options.policy, streamer)
-    comparison = request.compare(drafter, options.policy, COMPARED_RUNS) if options.compare else None
+    run = request.decode(drafter, policy, streamer)
+    comparison = request.compare(drafter, policy, COMPARED_RUNS) if options.compare else None
     if options.json:
         text = tokenizer.decode(run.token_ids, skip_special_tokens=True)
         print(json.dumps(as_record(text, run, comparison, is_greedy=options.temperature == 0)))
@@ -89,7 +96,7 @@ def sampling_config(options: argparse.Namespace, max_new_tokens: int) -> Generat
     )
 
 
-def as_record(text: str, run: TimedRun, comparison: Comparison | None, is_greedy: bool) -> dict[str, Any]:
+def as_record(text: str, run: TimedDecode, comparison: Comparison | None, is_greedy: bool) -> dict[str, Any]:
     """The object that `--json` prints; see the command's help."""
     record = {
         "text": text,
@@ -98,7 +105,7 @@ def as_record(text: str, run: TimedRun, comparison: Comparison | None, is_greedy
         "acceptance_length": run.statistics.acceptance_length,
         "mean_verification_length": run.statistics.mean_verification_length,
         "path": run.statistics.path,
-        "tokens_per_second": run.tokens_per_second,
+        "tokens_per_second": tokens_per_second(run),
     }
     if comparison is not None:
         record["tokens_per_second"] = comparison.tokens_per_second
@@ -107,14 +114,14 @@ def as_record(text: str, run: TimedRun, comparison: Comparison | None, is_greedy
     return record
 
 
-def statistics_line(run: TimedRun) -> str:
+def statistics_line(run: TimedDecode) -> str:
     """The line under the text."""
     counts = run.statistics
     reason = f", since {counts.reason}" if counts.reason else ""
     return (
         f"{len(run.token_ids)} tokens in {counts.rounds} rounds ({counts.path} path{reason}; {counts.policy}): "
         f"acceptance length {counts.acceptance_length:.2f}, "
-        f"mean verification length {counts.mean_verification_length:.2f}, {run.tokens_per_second:.1f} tokens/s"
+        f"mean verification length {counts.mean_verification_length:.2f}, {tokens_per_second(run):.1f} tokens/s"
     )
 
 
@@ -159,11 +166,30 @@ def _room(config: PreTrainedConfig, prompt_length: int, max_new_tokens: int) -> 
     return room
 
 
-def _check_policy(policy, num_draft_tokens: int) -> None:
+def _policy(options: argparse.Namespace) -> LengthPolicy | None:
+    """The policy of --policy and --profile, or None for the stated default; raises CommandError."""
+    if options.policy is None and options.profile is None:
+        return None
     try:
-        check_policy(policy, num_draft_tokens)
+        profile = None if options.profile is None else CalibrationProfile.load(options.profile)
+        return parse_policy(options.policy or HybridSpec.name, profile)
     except ValueError as error:
-        raise CommandError(f"--policy {policy.name}: {error}") from error
+        raise CommandError(str(error)) from error
+
+
+def _refuse_length(policy: LengthPolicy, drafter: Drafter) -> None:
+    try:
+        check_policy(policy, drafter.num_draft_tokens)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+
+
+def _refuse_unfit(policy: LengthPolicy, target: PreTrainedModel, drafter: Drafter) -> None:
+    drafter.bind(input_embedding(target), target.get_output_embeddings(), target.config)
+    try:
+        policy.check(target, drafter)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
 
 
 def _note_unused_options(options: argparse.Namespace) -> None:
