@@ -63,14 +63,13 @@ def sample_anchors(answer_mask: Tensor, count: int, generator: torch.Generator |
     """Draws up to `count` anchors in each sequence, without replacement, in rising order.
 
     answer_mask: [B, S] bool, True on the tokens that the target wrote. An anchor is an answer token whose next token
-    is one too. Returns anchors [B, count] int64 and valid [B, count] bool; where a sequence has fewer, the rest repeat
-    its last position and are not valid. Raises ValueError when no sequence has any.
+    is one too. Returns anchors [B, count] int64 and valid [B, count] bool; where a sequence has fewer, the rest stand
+    at its last position and are not valid. Nothing is read back from the device, so a sequence without any anchor is
+    for the caller to leave out.
     """
     possible = answer_mask.clone()
     possible[:, -1] = False
     possible[:, :-1] &= answer_mask[:, 1:]
-    if not possible.any():
-        raise ValueError("no sequence has two answer tokens in a row; give longer answers or a longer row length")
     noise = torch.rand(possible.shape, generator=generator, device=possible.device)
     count = min(count, possible.shape[1])
     score, anchors = noise.masked_fill(~possible, 2.0).topk(count, dim=1, largest=False)

