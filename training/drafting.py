@@ -1,6 +1,6 @@
 """The training forward of a drafter: many blocks of many sequences at once, recurrent states included.
 
-The layers, masks and embeddings are those of drafting; `tests/training/test_equals_drafting.py` holds the two together.
+The layers, masks and embeddings are those of drafting; `tests/training/test_equals_drafting.py` holds the two equal.
 """
 
 from __future__ import annotations

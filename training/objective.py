@@ -2,9 +2,9 @@
 
     L_i = sum_{(a, j) in V_i} w_j (c_ce CE + c_l1 |softmax(draft) - softmax(target)|_1) / sum_{(a, j) in V_i} w_j
 
-with w_j = exp(-j / 4) for draft row j of anchor a in sequence i, normalised inside each sequence and then averaged over
-sequences (not over tokens). Logits exist for a few blocks at a time and are computed again in the backward pass, so that
-the peak is `blocks_per_chunk * rows * vocabulary` numbers whatever the number of anchors.
+with w_j = exp(-j / 4) for draft row j of anchor a in sequence i, normalised inside each sequence and then averaged
+over sequences (not over tokens). Logits exist for a few blocks at a time and are computed again in the backward pass,
+so that the peak is `blocks_per_chunk * rows * vocabulary` numbers whatever the number of anchors.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class TrainingBatch:
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
-    """loss: fp32 scalar. survived: [R] int64, blocks among `observable` whose first j + 1 draft tokens equal the target's
-    own choice. observable: int64 scalar, blocks with every row supervised."""
+    """loss: fp32 scalar. survived: [R] int64, blocks among `observable` whose first j + 1 draft tokens equal the
+    target's own choice. observable: int64 scalar, blocks with every row supervised."""
 
     loss: Tensor
     survived: Tensor

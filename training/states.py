@@ -1,8 +1,8 @@
 """Committed recurrent states at many anchors of a sequence, from one forward of the target.
 
-What a GDN layer feeds to its recurrence (k, v, log-decay, beta) is recorded; the rule is then run chunk by chunk for the
-states at chunk boundaries and the rows z that each token writes (HybridSpec, equations 3 and 7), and every anchor's state
-is the commit formula applied from the last boundary before it:
+What a GDN layer feeds to its recurrence (k, v, log-decay, beta) is recorded; the rule is then run chunk by chunk for
+the states at chunk boundaries and the rows z that each token writes (HybridSpec, equations 3 and 7), and every
+anchor's state is the commit formula applied from the last boundary before it:
 
     S_p = e^{g_p} S_chunk + sum_{j < p in chunk} e^{g_p - g_j} k_j z_j^T
 

@@ -17,8 +17,9 @@ from training.states import delta_rule_inputs, run_chunks, states_at
 class TargetRecord:
     """One forward of the target over B sequences of S tokens, nothing of it differentiable.
 
-    features: [B, S, taps * hidden], taps in the drafter's order. last_hidden: [B, S, hidden] after the final norm, what
-    the head reads. recurrent_states: target layer -> [B * N, HV, K, V] fp32, the committed states before each anchor.
+    features: [B, S, taps * hidden], taps in the drafter's order. last_hidden: [B, S, hidden] after the final norm,
+    what the head reads. recurrent_states: target layer -> [B * N, HV, K, V] fp32, the committed states before each
+    anchor.
     """
 
     features: Tensor

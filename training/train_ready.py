@@ -128,7 +128,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     try:
         arguments, training = parse_arguments(sys.argv[1:] if command_line is None else command_line)
         train(arguments, training)
-    except (ValueError, NonFiniteLossError, CheckpointError) as error:
+    except (ValueError, OSError, NonFiniteLossError, CheckpointError) as error:
         print(f"train_ready: {error}", file=sys.stderr)
         return 2
     return 0

@@ -1,6 +1,6 @@
 """State reader in Triton: one launch each for gathering, for normalising and projecting, and for reading and packing.
 
-Gather: a copy, spread over (part of a state, state, sequence). Project: one program a state holds the whole [K, V] tile,
+Gather: a copy, spread over (part of a state, state, sequence). Project: one program a state holds its whole [K, V],
 so that rms, normalisation and V^T S_bar need one read of it. Read: one program a state; since u = T U^T (W_q h), the
 r x r product T U^T takes the place of the K-wide queries, and W_q is read once for all rows of the block.
 
@@ -131,7 +131,8 @@ def read_projected_states(
     half = hidden.dtype == query_projection.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
     with launch_device(hidden):
         _read_kernel[(J, N)](
-            states.projected.contiguous(), states.log_rms.contiguous(), hidden, query_projection, key_projection, features,
+            states.projected.contiguous(), states.log_rms.contiguous(), hidden, query_projection, key_projection,
+            features,
             *hidden.stride(), *query_projection.stride(), *key_projection.stride(), J, B,
             D=D, R=R, K=K, BB=_padded(B), BD=256 if R <= 16 else 64, BR=_padded(R), BK=_padded(K), HALF=half,
             num_warps=4,

@@ -1,8 +1,8 @@
 """C35: the training forward of a block equals drafting at the same anchor.
 
-One block after a context that ends at its anchor runs the same operations on the same shapes as drafting: bitwise equal in
-fp32. Many blocks at once run larger products, whose sums have another order: equal to rounding, same draft tokens, and
-bitwise independent of everything a block must not see.
+One block after a context that ends at its anchor runs the same operations on the same shapes as drafting: bitwise
+equal in fp32. Many blocks at once run larger products, whose sums have another order: equal to rounding, same draft
+tokens, and bitwise independent of everything a block must not see.
 """
 
 import pytest
