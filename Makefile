@@ -1,0 +1,27 @@
+PYTHON ?= python
+
+.PHONY: style lint test test-gpu bench bench-gpu readme
+
+style:
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+lint:
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	lint-imports
+
+test:
+	$(PYTHON) -m pytest -n 2
+
+test-gpu:
+	$(PYTHON) -m pytest -m gpu
+
+bench:
+	$(PYTHON) -m benchmarks.acceptance --output benchmarks/results/acceptance_cpu.json
+
+bench-gpu:
+	$(PYTHON) -m benchmarks.gated_delta_rule --output benchmarks/results/gated_delta_rule_h200.json
+
+readme:
+	$(PYTHON) -m benchmarks.readme
