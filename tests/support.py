@@ -138,7 +138,6 @@ class ScriptedDrafter(DFlashDrafter):
         continuation: `[n]` tokens of the whole sequence that the target would produce.
         num_right: for each proposal in turn, how many drafts are right (the last entry repeats).
         proposals: positions at which blocks were asked for.
-        num_observed: rows that had been observed by then; equal to `proposals` if each committed row was, once.
         sees_every_row: False allows a cache that holds rows of which the drafter was not told.
     """
 
@@ -147,8 +146,7 @@ class ScriptedDrafter(DFlashDrafter):
     sees_every_row = True
 
     def script(self, continuation: torch.Tensor, num_right: list[int]) -> "ScriptedDrafter":
-        self.continuation, self.num_right = continuation, list(num_right)
-        self.proposals, self.num_observed = [], []
+        self.continuation, self.num_right, self.proposals = continuation, list(num_right), []
         return self
 
     def propose(self, context, anchor, position, recurrent_states=None) -> Draft:
