@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3_5MoeForCa
 from hf_hybridspec.bundled import resolve
 from hf_hybridspec.modeling.dflash import DFlashDrafter
 from training.anchors import block_forward, lay_out_blocks, project_features
-from training.tiny.fast_target import use_fast_forms
+from training.tiny.fast_target import fast_forms
 from training.tiny.regenerate import answer_batch
 from training.tiny.train_dflash import tapped_features
 from training.tiny.train_target import heldout_losses
@@ -115,7 +115,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
-    use_fast_forms()
     dtype = getattr(torch, options.dtype)
     tokenizer = AutoTokenizer.from_pretrained(resolve(options.tokenizer or options.target))
     target = Qwen3_5MoeForCausalLM.from_pretrained(resolve(options.target), dtype=dtype).to(options.device).eval()
@@ -123,17 +122,17 @@ def main(arguments: list[str] | None = None) -> None:
     drafter.bind(target.get_input_embeddings(), target.lm_head, target.config)
     device_name = torch.cuda.get_device_name() if target.device.type == "cuda" else "cpu"
     result: dict = {"device": device_name, "dtype": options.dtype, "block_size": drafter.block_size, "greedy": {}}
-    for thinking in (False, True):
-        for kind in KINDS:
-            prompts = read_prompts(options.prompts, kind, tokenizer, thinking)
-            measured = acceptance(target, drafter, prompts, options.max_new_tokens, options.batch_size)
-            result["greedy"].setdefault("thinking" if thinking else "plain", {})[kind] = measured
-            print("thinking" if thinking else "plain", kind, measured, flush=True)
-    if options.packed is not None:
-        result["heldout_loss"] = heldout_losses(
-            target, options.packed, target.config.pad_token_id, options.heldout_rows
-        )
-        print(result["heldout_loss"], flush=True)
+    with fast_forms():
+        for thinking in (False, True):
+            for kind in KINDS:
+                prompts = read_prompts(options.prompts, kind, tokenizer, thinking)
+                measured = acceptance(target, drafter, prompts, options.max_new_tokens, options.batch_size)
+                result["greedy"].setdefault("thinking" if thinking else "plain", {})[kind] = measured
+                print("thinking" if thinking else "plain", kind, measured, flush=True)
+        if options.packed is not None:
+            padding = target.config.pad_token_id
+            result["heldout_loss"] = heldout_losses(target, options.packed, padding, options.heldout_rows)
+            print(result["heldout_loss"], flush=True)
     options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 

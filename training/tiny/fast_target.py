@@ -1,13 +1,15 @@
 """Faster forms of three target operations for training at large batch; same functions, other order of the sums.
 
-The stock fallbacks of transformers are written for inference. `use_fast_forms` replaces, on one process's loaded
-classes, the chunked gated delta rule, the depthwise convolution and the experts; the weights and their names stay
-those of `Qwen3_5MoeForCausalLM`.
+The stock fallbacks of transformers are written for inference. `fast_forms` replaces, on the loaded classes, the
+chunked gated delta rule, the depthwise convolution and the experts; the weights and their names stay those of
+`Qwen3_5MoeForCausalLM`.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -152,15 +154,26 @@ def dense_experts(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     return hidden @ self.down_proj.transpose(1, 2).flatten(0, 1)
 
 
-def use_fast_forms(compiled: bool = False) -> None:
-    """Replaces the three operations in the loaded classes of `Qwen3_5MoeForCausalLM` for the rest of the process.
+@contextmanager
+def fast_forms(compiled: bool = False) -> Iterator[None]:
+    """While entered, `Qwen3_5MoeForCausalLM` computes with the three forms above; the stock ones come back afterwards.
 
     With `compiled`, they and the norms go through torch.compile, each by itself (the whole model takes minutes).
     """
     transform = functools.partial(torch.compile, dynamic=False) if compiled else lambda function: function
-    stock.torch_chunk_gated_delta_rule = transform(chunk_gated_delta_rule)
-    stock.causal_conv1d_fn = transform(causal_conv1d)
-    stock.Qwen3_5MoeExperts.forward = transform(dense_experts)
+    replaced: list[tuple[object, str, object]] = [
+        (stock, "torch_chunk_gated_delta_rule", chunk_gated_delta_rule),
+        (stock, "causal_conv1d_fn", causal_conv1d),
+        (stock.Qwen3_5MoeExperts, "forward", dense_experts),
+    ]
     if compiled:
-        stock.Qwen3_5MoeRMSNorm.forward = transform(stock.Qwen3_5MoeRMSNorm.forward)
-        stock.Qwen3_5MoeRMSNormGated.forward = transform(stock.Qwen3_5MoeRMSNormGated.forward)
+        norms = (stock.Qwen3_5MoeRMSNorm, stock.Qwen3_5MoeRMSNormGated)
+        replaced.extend((norm, "forward", norm.forward) for norm in norms)
+    originals = [getattr(owner, name) for owner, name, _ in replaced]
+    for owner, name, function in replaced:
+        setattr(owner, name, transform(function))
+    try:
+        yield
+    finally:
+        for (owner, name, _), original in zip(replaced, originals, strict=True):
+            setattr(owner, name, original)

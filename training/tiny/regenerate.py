@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3_5MoeForCausalLM
 
-from training.tiny.fast_target import use_fast_forms
+from training.tiny.fast_target import fast_forms
 
 ANSWER_TOKENS = {"gsm": 256, "code": 384, "dialogue": 128, "prose": 256}
 
@@ -86,6 +86,28 @@ def load_answers(path: Path) -> list[tuple[Tensor, int]]:
     return [(torch.from_numpy(row), int(length)) for row, length in zip(rows, prompt_lengths, strict=True)]
 
 
+def regenerate(
+    model: Qwen3_5MoeForCausalLM, prompts: dict[str, list[list[int]]], options: argparse.Namespace
+) -> tuple[list[list[int]], list[int]]:
+    """Prompt and answer of every prompt, kinds and lengths mixed, and the prompts' lengths."""
+    rng, start = Random(options.seed), time.monotonic()
+    work = [(kind, batch) for kind, of_kind in prompts.items() for batch in batches(of_kind, options.batch_size)]
+    rng.shuffle(work)
+    rows, prompt_lengths = [], []
+    for kind, batch in work:
+        sample = rng.random() < options.sampled_share
+        answers = answer_batch(model, batch, options.max_new_tokens or ANSWER_TOKENS[kind], sample)
+        for prompt, answer in zip(batch, answers, strict=True):
+            rows.append(prompt + answer)
+            prompt_lengths.append(len(prompt))
+        elapsed = time.monotonic() - start
+        written = sum(map(len, rows)) - sum(prompt_lengths)
+        print(f"{kind}: {len(rows)} answers, {written / 1e6:.2f} M tokens, {elapsed:.0f} s", flush=True)
+        if elapsed > options.seconds:
+            break
+    return rows, prompt_lengths
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, required=True)
@@ -100,28 +122,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     torch.manual_seed(options.seed)
-    use_fast_forms()
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.target)
     model = Qwen3_5MoeForCausalLM.from_pretrained(options.target).to(options.device).eval()
-    rng, start = Random(options.seed), time.monotonic()
-    work = [
-        (kind, batch)
-        for kind, prompts in read_prompts(options.prompts, tokenizer).items()
-        for batch in batches(prompts, options.batch_size)
-    ]
-    rng.shuffle(work)
-    rows, prompt_lengths = [], []
-    for kind, batch in work:
-        sample = rng.random() < options.sampled_share
-        answers = answer_batch(model, batch, options.max_new_tokens or ANSWER_TOKENS[kind], sample)
-        for prompt, answer in zip(batch, answers, strict=True):
-            rows.append(prompt + answer)
-            prompt_lengths.append(len(prompt))
-        elapsed = time.monotonic() - start
-        written = sum(map(len, rows)) - sum(prompt_lengths)
-        print(f"{kind}: {len(rows)} answers, {written / 1e6:.2f} M tokens, {elapsed:.0f} s", flush=True)
-        if elapsed > options.seconds:
-            break
+    prompts = read_prompts(options.prompts, tokenizer)
+    with fast_forms():
+        rows, prompt_lengths = regenerate(model, prompts, options)
     save_answers(options.output, rows, prompt_lengths)
 
 

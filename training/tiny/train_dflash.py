@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, Qwen3_5MoeForCausalLM
 from hf_hybridspec.modeling.dflash import DFlashConfig, DFlashDrafter
 from training.anchors import BlockLayout, block_forward, lay_out_blocks, project_features, sample_anchors
 from training.losses import decay_weights, survival_weights, weighted_cross_entropy
-from training.tiny.fast_target import use_fast_forms
+from training.tiny.fast_target import fast_forms
 from training.tiny.optimizers import MasterAdamW, schedule
 from training.tiny.regenerate import load_answers
 from training.tiny.train_target import Clock, MixedRows
@@ -162,7 +162,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)
-    parser.add_argument("--answers", type=Path, required=True)
+    parser.add_argument("--answers", type=Path, nargs="+", required=True, help="one or more answers.npz")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--max-steps", type=int, default=10**9)
@@ -212,13 +212,13 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     torch.manual_seed(options.seed)
     torch.backends.cuda.matmul.allow_tf32 = True
-    use_fast_forms()
     target, drafter = load_models(options)
-    rows = load_answers(options.answers)
+    rows = [row for path in options.answers for row in load_answers(path)]
     if options.packed is not None:
         rows += corpus_rows(options.packed, options.corpus_rows, options.longest, options.seed)
     started = time.monotonic()
-    store = FeatureStore(target, rows, list(drafter.target_layer_ids), options.longest)
+    with fast_forms():
+        store = FeatureStore(target, rows, list(drafter.target_layer_ids), options.longest)
     print(f"{len(store)} rows, {len(store.tokens) / 1e6:.2f} M tokens, {time.monotonic() - started:.0f} s", flush=True)
     optimizer = MasterAdamW(drafter, options.learning_rate, options.weight_decay, muon=True)
     clock, step, log, next_save = Clock(options.seconds, time.monotonic()), 0, [], options.save_seconds

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, Qwen3_5MoeForCausalLM
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import load_balancing_loss_func
 
-from training.tiny.fast_target import use_fast_forms
+from training.tiny.fast_target import fast_forms
 from training.tiny.optimizers import MasterAdamW, schedule
 from training.tiny.pack import read_rows
 from training.tiny.target_config import target_config
@@ -156,23 +156,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    options = parse_arguments(arguments)
-    torch.manual_seed(options.seed)
-    torch.backends.cuda.matmul.allow_tf32 = True
-    use_fast_forms(options.compiled)
-    device = torch.device(options.device)
-    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
-    end_ids = [tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")]
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = Qwen3_5MoeForCausalLM(target_config(tokenizer, **options.config)).to(device, dtype)
-    model.config._attn_implementation = "sdpa"
-    data = MixedRows(options.packed, device, options.seed)
+def train(model: Qwen3_5MoeForCausalLM, data: MixedRows, end_ids: list[int], options: argparse.Namespace) -> dict:
+    """Trains `model` in place until the time or the steps are used up; returns the log."""
     optimizer = MasterAdamW(model, options.learning_rate, options.weight_decay)
+    clock, step, next_save = Clock(options.seconds, time.monotonic()), 0, options.save_seconds
+    log: dict = {"parameters": sum(p.numel() for p in model.parameters()), "steps": []}
     model.train()
-    clock = Clock(options.seconds, time.monotonic())
-    log: dict = {"parameters": sum(p.numel() for p in model.parameters()), "steps": [], "arguments": vars(options)}
-    next_save, step = options.save_seconds, 0
     while clock.progress < 1.0 and step < options.max_steps:
         rows = data.batch(options.rows)
         loss, plain = training_loss(model, rows)
@@ -180,19 +169,32 @@ def main(arguments: list[str] | None = None) -> None:
         norm = optimizer.step(schedule(clock.progress))
         step += 1
         if step % 50 == 0 or step <= 3:
-            tokens = step * rows.numel()
-            record = {"step": step, "seconds": round(clock.elapsed, 1), "loss": round(plain.item(), 4)}
-            log["steps"].append(record)
-            print(record, f"norm {norm.item():.2f}, {tokens / clock.elapsed / 1e6:.3f} M tokens/s", flush=True)
+            log["steps"].append({"step": step, "seconds": round(clock.elapsed, 1), "loss": round(plain.item(), 4)})
+            speed = step * rows.numel() / clock.elapsed / 1e6
+            print(log["steps"][-1], f"norm {norm.item():.2f}, {speed:.3f} M tokens/s", flush=True)
         if clock.elapsed > next_save:
             save_target(model, end_ids, options.output)
             next_save += options.save_seconds
-    log["tokens"], log["seconds"] = step * rows.numel(), clock.elapsed
+    log["tokens"], log["seconds"] = step * rows.numel(), round(clock.elapsed, 1)
+    return log
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    torch.manual_seed(options.seed)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    device = torch.device(options.device)
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+    end_ids = [tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = Qwen3_5MoeForCausalLM(target_config(tokenizer, **options.config)).to(device, dtype)
+    with fast_forms(options.compiled):
+        log = train(model, MixedRows(options.packed, device, options.seed), end_ids, options)
     save_target(model, end_ids, options.output)
-    model.eval()
-    log["heldout_loss"] = heldout_losses(model, options.packed, end_ids[1], options.heldout_rows)
+    with fast_forms():
+        log["heldout_loss"] = heldout_losses(model.eval(), options.packed, end_ids[1], options.heldout_rows)
     print(json.dumps(log["heldout_loss"]), f"{log['tokens'] / 1e6:.1f} M tokens", flush=True)
-    (options.output / "train_log.json").write_text(json.dumps(log, indent=1, default=str))
+    (options.output / "train_log.json").write_text(json.dumps(log, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A corpus of a few documents and everything built from it, once a session: each script runs for real, at tiny size."""
+"""A corpus of a few documents and everything built from it, once a session, by the real scripts at tiny size."""
 
 import json
 from dataclasses import dataclass
@@ -27,7 +27,8 @@ TINY_TARGET = {
 
 def _function(i: int) -> str:
     lines = "\n".join(f"    total_{j} = value * {i + j} + offset" for j in range(12))
-    return f'def scale_{i}(value, offset):\n    """Scales a value by {i}."""\n{lines}\n    return total_0 + total_{i % 12}\n'
+    head = f'def scale_{i}(value, offset):\n    """Scales a value by {i}."""\n'
+    return f"{head}{lines}\n    return total_0 + total_{i % 12}\n"
 
 
 def _problem(rng: Random, difficulty: float) -> dict:
@@ -85,7 +86,9 @@ def tiny_run(tmp_path_factory, problem_generators) -> TinyRun:
     write_documents(texts / "code_rich.txt.xz", [_function(i) + "\n\n" + _function(i + 1) for i in range(0, 120, 2)])
     passages = [" ".join(f"The whale number {i} swam past mile {j}." for j in range(80)) for i in range(40)]
     write_documents(texts / "prose_moby.txt.xz", passages)
-    chats = [f"<|im_start|>user\nWhat is {i}?<|im_end|>\n<|im_start|>assistant\nA number.<|im_end|>" for i in range(60)]
+    chats = [
+        f"<|im_start|>user\nWhat is {i}?<|im_end|>\n<|im_start|>assistant\nA number.<|im_end|>" for i in range(60)
+    ]
     write_documents(texts / "chat_chatterbot.txt.xz", chats)
     sources = ["code_rich", "prose_moby", "chat_chatterbot"]
     build_corpus.main(
@@ -93,26 +96,79 @@ def tiny_run(tmp_path_factory, problem_generators) -> TinyRun:
     )
     build_corpus.write_gsm(problem_generators, run.corpus, train_count=60, heldout_count=10, seed=0)
     sample = [_function(i) for i in range(40)] + passages[:5] + chats + [_problem(Random(0), 1.0)["question"]]
-    build_tokenizer(train_bpe(iter(sample), 384), 384 + len(SPECIAL_TOKENS)).save_pretrained(run.tokenizer)
+    build_tokenizer(train_bpe(iter(sample), 320), 320 + len(SPECIAL_TOKENS)).save_pretrained(run.tokenizer)
     common = ["--corpus", str(run.corpus), "--tokenizer", str(run.tokenizer)]
     pack.main([*common, "--output", str(run.packed), "--length", "64", "--heldout-rows", "4"])
     models = ["--tokenizer", str(run.tokenizer), "--device", "cpu", "--seconds", "600"]
     train_target.main(
-        ["--packed", str(run.packed), "--output", str(run.target), *models, "--max-steps", "12", "--rows", "4"]
-        + ["--heldout-rows", "2", "--config", json.dumps(TINY_TARGET)]
+        [
+            "--packed",
+            str(run.packed),
+            "--output",
+            str(run.target),
+            *models,
+            "--max-steps",
+            "12",
+            "--rows",
+            "4",
+            "--heldout-rows",
+            "2",
+            "--config",
+            json.dumps(TINY_TARGET),
+        ]
     )
     prompts = run.root / "train_prompts.jsonl.xz"
     build_prompts.main(
-        [*common, "--training-prompts", str(prompts), "--heldout-prompts", str(run.root / "prompts"), "--scale", "0.0005"]
+        [
+            *common,
+            "--training-prompts",
+            str(prompts),
+            "--heldout-prompts",
+            str(run.root / "prompts"),
+            "--scale",
+            "0.0005",
+        ]
     )
     regenerate.main(
-        ["--target", str(run.target), "--tokenizer", str(run.tokenizer), "--prompts", str(prompts), "--device", "cpu"]
-        + ["--output", str(run.answers), "--batch-size", "8", "--max-new-tokens", "12"]
+        [
+            "--target",
+            str(run.target),
+            "--tokenizer",
+            str(run.tokenizer),
+            "--prompts",
+            str(prompts),
+            "--device",
+            "cpu",
+            "--output",
+            str(run.answers),
+            "--batch-size",
+            "8",
+            "--max-new-tokens",
+            "12",
+        ]
     )
     train_dflash.main(
-        ["--target", str(run.target), "--answers", str(run.answers), "--output", str(run.drafter), *models]
-        + ["--max-steps", "8", "--rows", "2", "--anchors", "3", "--longest", "128", "--packed", str(run.packed)]
-        + ["--corpus-rows", "4"]
+        [
+            "--target",
+            str(run.target),
+            "--answers",
+            str(run.answers),
+            "--output",
+            str(run.drafter),
+            *models,
+            "--max-steps",
+            "8",
+            "--rows",
+            "2",
+            "--anchors",
+            "3",
+            "--longest",
+            "128",
+            "--packed",
+            str(run.packed),
+            "--corpus-rows",
+            "4",
+        ]
     )
     torch.set_num_threads(threads)
     return run

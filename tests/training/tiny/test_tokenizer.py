@@ -34,12 +34,11 @@ def test_special_tokens_are_single_reserved_ids(chat_tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("messages", "written"), [(MESSAGES, "Yo<|im_end|>Let me see\n</think>\n\n4<|im_end|>"), (MESSAGES[:2], "Yo<|im_end|>")]
+    ("messages", "written"),
+    [(MESSAGES, "Yo<|im_end|>Let me see\n</think>\n\n4<|im_end|>"), (MESSAGES[:2], "Yo<|im_end|>")],
 )
 def test_the_assistant_mask_covers_what_the_model_writes(chat_tokenizer, messages, written):
-    encoded = chat_tokenizer.apply_chat_template(
-        messages, return_dict=True, return_assistant_tokens_mask=True
-    )
+    encoded = chat_tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     kept = [token for token, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask]
     assert chat_tokenizer.decode(kept) == written
 
