@@ -43,6 +43,14 @@ class CalibrationPlan:
 
 
 @dataclass(frozen=True)
+class PromptSet:
+    """Where calibration prompts came from, and the hash of each."""
+
+    name: str
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class MeasuredCosts:
     """The cost model, R^2 of its fit, and the fallbacks taken."""
 
@@ -62,7 +70,8 @@ def calibrate(target: PreTrainedModel, drafter: Drafter, plan: CalibrationPlan) 
     rounds = RoundArrays.of(capture(target, drafter, plan.prompts, plan.max_new_tokens, file))
     costs = measure_costs(target, drafter, plan)
     is_sparse = any(has_router(layer.mlp) for layer in text_model(target).layers)
-    return assemble(rounds, costs, pair, plan, text_config(target).num_experts_per_tok if is_sparse else 0)
+    source = PromptSet(plan.prompts_name, tuple(prompt.key for prompt in plan.prompts))
+    return assemble(rounds, costs, pair, source, text_config(target).num_experts_per_tok if is_sparse else 0)
 
 
 def measure_costs(target: PreTrainedModel, drafter: Drafter, plan: CalibrationPlan) -> MeasuredCosts:
@@ -82,7 +91,7 @@ def measure_costs(target: PreTrainedModel, drafter: Drafter, plan: CalibrationPl
 
 
 def assemble(
-    rounds: RoundArrays, costs: MeasuredCosts, pair: PairIdentity, plan: CalibrationPlan, top_k: int
+    rounds: RoundArrays, costs: MeasuredCosts, pair: PairIdentity, source: PromptSet, top_k: int
 ) -> CalibrationProfile:
     """The profile of captured rounds and measured costs; `top_k` experts a row, 0 without an MoE."""
     acceptance = fit_acceptance(rounds)
@@ -112,9 +121,9 @@ def assemble(
             costs.r2,
             routing.correlation,
         ),
-        prompts=plan.prompts_name,
-        prompts_hash=prompts_hash(plan.prompts),
-        prompt_keys=tuple(prompt.key for prompt in plan.prompts),
+        prompts=source.name,
+        prompts_hash=prompts_hash(source.keys),
+        prompt_keys=source.keys,
         num_rounds=rounds.num_rounds,
         software=f"torch {torch.__version__}, transformers {transformers.__version__}",
         notes=tuple(notes),

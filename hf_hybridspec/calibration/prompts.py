@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -111,9 +112,9 @@ def render(
     return rendered
 
 
-def prompts_hash(prompts: list[Prompt]) -> str:
-    """Hash of the set of prompts."""
-    return hashlib.sha256("".join(sorted(prompt.key for prompt in prompts)).encode()).hexdigest()[:16]
+def prompts_hash(keys: Iterable[str]) -> str:
+    """Hash of a set of prompts, given the hash of each."""
+    return hashlib.sha256("".join(sorted(keys)).encode()).hexdigest()[:16]
 
 
 def _bundled() -> list[PromptText]:

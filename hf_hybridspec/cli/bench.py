@@ -32,7 +32,7 @@ interrupted run continues where it stopped. Systems: {", ".join(SYSTEMS)}.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the subcommand."""
     add_pair_arguments(parser)
-    add_prompt_arguments(parser, split="test", limit=3)
+    add_prompt_arguments(parser, split="test", limit=2)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="of `hf-hybridspec calibrate`")
     parser.add_argument(
         "--systems", nargs="+", metavar="NAME", help="default: all that the profile and the drafter allow"
@@ -97,7 +97,7 @@ def _settings(options: argparse.Namespace, plan: BenchPlan, profile, target, dra
         "drafter": options.drafter,
         "fingerprints": [pair.target_fingerprint, pair.drafter_fingerprint],
         "prompts": f"{options.prompts}, {options.split} split, seed {options.seed}",
-        "prompts_hash": prompts_hash(plan.prompts),
+        "prompts_hash": prompts_hash(prompt.key for prompt in plan.prompts),
         "num_prompts": len(plan.prompts),
         "thinking": options.thinking,
         "sessions": plan.sessions,

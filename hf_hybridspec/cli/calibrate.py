@@ -1,12 +1,11 @@
 """hf-hybridspec calibrate: measures a target and drafter on this machine and writes a calibration profile."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from ..calibration.calibrate import CalibrationPlan, calibrate
 from ..calibration.profile import CalibrationProfile
-from ..calibration.prompts import load_prompts, prompts_hash, render, split_prompts, take_per_kind
+from ..calibration.prompts import load_prompts, render, split_prompts, take_per_kind
 from .checkpoints import load_tokenizer
 from .errors import CommandError
 from .pair_arguments import add_pair_arguments, add_prompt_arguments, load_pair
@@ -21,15 +20,15 @@ JSON profile. An interrupted run continues where it stopped: its rounds are kept
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the subcommand."""
     add_pair_arguments(parser)
-    add_prompt_arguments(parser, split="calibration", limit=12)
+    add_prompt_arguments(parser, split="calibration", limit=6)
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="the profile to write")
     parser.add_argument(
-        "--max-new-tokens", type=int, default=128, metavar="N", help="of a captured answer (default: 128)"
+        "--max-new-tokens", type=int, default=96, metavar="N", help="of a captured answer (default: 96)"
     )
     parser.add_argument(
-        "--timed-prompts", type=int, default=4, metavar="N", help="prompts decoded at every length (default: 4)"
+        "--timed-prompts", type=int, default=3, metavar="N", help="prompts decoded at every length (default: 3)"
     )
-    parser.add_argument("--timed-tokens", type=int, default=32, metavar="N", help="of a timed answer (default: 32)")
+    parser.add_argument("--timed-tokens", type=int, default=24, metavar="N", help="of a timed answer (default: 24)")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -56,7 +55,6 @@ def run(options: argparse.Namespace) -> None:
         raise CommandError(str(error)) from error
     profile.save(options.output)
     print(summary_lines(profile, options.output))
-    print(f"prompts: {len(prompts)}, hash {prompts_hash(prompts)}", file=sys.stderr)
 
 
 def summary_lines(profile: CalibrationProfile, path: Path) -> str:

@@ -1,0 +1,144 @@
+"""Length policies on recorded rounds of a large target's shape: who verifies the best number of rows?
+
+    hf-hybridspec calibrate --split all --output runs/tiny.json             # records runs/tiny.json.rounds.jsonl
+    python -m benchmarks.trace_policies --rounds runs/tiny.json.rounds.jsonl --output benchmarks/results
+
+Recorded on a small pair: the drafter's confidence and entropy, and what it had accepted at full length. Scripted:
+expert counts of a 40-layer target with 8 of 256 experts. Simulated: what a round takes, from bytes at memory
+bandwidth. Half of the prompts of each kind calibrate, the other half is measured.
+"""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+
+from benchmarks.environment import describe_environment
+from hf_hybridspec.bench.floor_costs import TargetBytes, floor_costs
+from hf_hybridspec.bench.report import table
+from hf_hybridspec.bench.scripted_routing import RoutingScript, with_scripted_routing
+from hf_hybridspec.bench.trace import CostSource, ModelledCosts, TraceResult, run_trace, static_lengths
+from hf_hybridspec.calibration.acceptance_model import assess, predict_prefix
+from hf_hybridspec.calibration.calibrate import MeasuredCosts, PromptSet, assemble
+from hf_hybridspec.calibration.profile import CalibrationProfile, write_atomically
+from hf_hybridspec.calibration.rounds import PromptRounds, RoundArrays, read_rounds
+from hf_hybridspec.generation.length_policies import Static, parse_policy
+
+POLICIES = ("full", "dcut", "evict", "nominal", "hybridspec")
+
+
+def split(prompts: list[PromptRounds], seed: int) -> tuple[list[PromptRounds], list[PromptRounds]]:
+    """Calibration and test prompts: half of each kind each."""
+    halves: tuple[list, list] = ([], [])
+    for kind in sorted({prompt.kind for prompt in prompts}):
+        members = sorted((prompt for prompt in prompts if prompt.kind == kind), key=lambda prompt: prompt.prompt)
+        Random(f"{seed}-{kind}").shuffle(members)
+        halves[0].extend(members[::2])
+        halves[1].extend(members[1::2])
+    return halves
+
+
+def calibrate(prompts: list[PromptRounds], rounds: RoundArrays, pair, script: RoutingScript) -> CalibrationProfile:
+    """The profile of the calibration rounds under the simulated costs."""
+    costs = MeasuredCosts(
+        floor_costs(rounds.num_drafts, script, TargetBytes()), 1.0, ("The cost curve is simulated.",)
+    )
+    source = PromptSet("calibration half of a trace", tuple(prompt.prompt for prompt in prompts))
+    return assemble(rounds, costs, pair, source, script.top_k)
+
+
+def measure(profile: CalibrationProfile, rounds: RoundArrays, costs: CostSource) -> dict[str, TraceResult]:
+    """Every policy, and every fixed length, on some rounds."""
+    policies = {name: parse_policy(name, profile) for name in POLICIES}
+    policies["static"] = Static(profile.static_length)
+    policies |= {f"static:{length}": Static(length) for length in static_lengths(rounds)}
+    return {name: run_trace(policy, rounds, costs) for name, policy in policies.items()}
+
+
+def summarise(results: dict[str, dict[str, TraceResult]]) -> dict[str, float]:
+    """HybridSpec over the others: the worst ratio of all kinds. The best static length is chosen for each kind."""
+
+    def worst(chosen) -> float:
+        return min(
+            cells["hybridspec"].tokens_per_second / max(cells[name].tokens_per_second for name in chosen(cells))
+            for cells in results.values()
+        )
+
+    return {
+        "hybridspec_over_best_static": worst(lambda cells: [name for name in cells if name.startswith("static:")]),
+        "hybridspec_over_calibrated_static": worst(lambda cells: ["static"]),
+        "hybridspec_over_full": worst(lambda cells: ["full"]),
+        "hybridspec_over_nominal": worst(lambda cells: ["nominal"]),
+        "hybridspec_over_best_other": worst(lambda cells: [name for name in cells if name != "hybridspec"]),
+    }
+
+
+def markdown(results: dict[str, dict[str, TraceResult]], summary: dict[str, float], description: str) -> str:
+    """Tables of a run."""
+    names = [name for name in next(iter(results.values())) if ":" not in name]
+    kinds = list(results)
+    header = ["policy", *(f"{kind} {number}" for kind in kinds for number in ("AL", "w", "tokens/s"))]
+    rows = []
+    for name in names:
+        cells = [results[kind][name] for kind in kinds]
+        numbers = [(f"{c.acceptance_length:.2f}", f"{c.mean_length:.2f}", f"{c.tokens_per_second:.0f}") for c in cells]
+        rows.append([name, *(number for triple in numbers for number in triple)])
+    best = [_best_static(results[kind]) for kind in kinds]
+    lines = [
+        "# Length policies on recorded rounds",
+        "",
+        f"Times: {description}. Acceptance: recorded on the bundled pair. Expert counts: scripted. No figure here is "
+        "the speed of a real decode.",
+        "",
+        *table(header, rows),
+        "",
+        "Best fixed length of each kind, chosen on the measured rounds: "
+        + ", ".join(f"{kind} {name.removeprefix('static:')}" for kind, name in zip(kinds, best, strict=True))
+        + ".",
+        "",
+        *table(["worst ratio of all kinds", ""], [[name, f"{value:.3f}"] for name, value in summary.items()]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _best_static(cells: dict[str, TraceResult]) -> str:
+    return max((name for name in cells if ":" in name), key=lambda name: cells[name].tokens_per_second)
+
+
+def main() -> None:
+    """Runs the trace and writes JSON and Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=Path, required=True, help="file of captured rounds")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+
+    settings, prompts = read_rounds(options.rounds)
+    script = RoutingScript()
+    calibration, test = split([prompt for prompt in prompts if prompt.rounds], options.seed)
+    known = with_scripted_routing(RoundArrays.of(calibration), script, options.seed)
+    unseen = with_scripted_routing(RoundArrays.of(test), script, options.seed + 1)
+    profile = calibrate(calibration, known, settings.pair, script)
+    costs = ModelledCosts(profile.costs, profile.routing, "memory bandwidth floor of Qwen3.6-35B-A3B on an H200")
+    results = {kind: measure(profile, unseen[unseen.kind == kind], costs) for kind in sorted(set(unseen.kind))}
+    summary = summarise(results)
+    quality = assess(predict_prefix(profile.acceptance, unseen), unseen, held_out=True)
+    content = {
+        **summary,
+        "calibration_error": quality.calibration_error,
+        "times": costs.description,
+        "routing_correlation": profile.quality.routing_correlation,
+        "calibration_rounds": known.num_rounds,
+        "test_rounds": unseen.num_rounds,
+        **describe_environment(),
+        "results": {kind: {name: asdict(cell) for name, cell in cells.items()} for kind, cells in results.items()},
+    }
+    write_atomically(options.output / "policies_trace_simulated.json", json.dumps(content, indent=1) + "\n")
+    page = markdown(results, summary, costs.description)
+    write_atomically(options.output / "policies_trace_simulated.md", page)
+    print(page)
+
+
+if __name__ == "__main__":
+    main()
