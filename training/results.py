@@ -1,0 +1,25 @@
+"""Results files: JSON whose keys are written by several commands, each with what it was measured on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def update_results(path: Path, values: dict[str, Any], commit: str | None = None) -> None:
+    """Sets keys of a results file, with the GPU and the commit they were measured on; other keys stay.
+
+    commit: what is measured, for a copy of the files without its git history.
+    """
+    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    content |= values
+    content["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else content.get("gpu", "none")
+    command = ["git", "rev-parse", "HEAD"]
+    found = commit or subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    content["commit"] = found or content.get("commit", "unknown")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,184 @@
+"""ReaDy's tables on the bundled models: every row trained by train_ready.py, then measured on held-out prompts.
+
+    python -m training.tiny.ablations --dataset runs/answers.jsonl --output runs/ablations --seconds 1500
+    python -m training.tiny.ablations --output runs/ablations --summarise --table docs/ready_ablations.md \\
+        --results benchmarks/results/ready_summary.json
+
+Rows that are finished are skipped, so the same command goes on where it was stopped; `--seconds` ends the run before a
+row that would not fit. The headline rows (DSpark, DSpark + FT, ReaDy) come first, with three seeds; `ft` and ReaDy see
+the same samples and as many steps. Acceptance is real: rounds along the target's own greedy answers (`training.walk`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import hf_hybridspec.bundled
+from hf_hybridspec.bundled import resolve
+from hf_hybridspec.modeling.auto import AutoDrafter
+from hf_hybridspec.modeling.target import input_embedding
+from training.arguments import parse_arguments
+from training.evaluation import encode, read_prompts
+from training.regenerate import Prompt, answer
+from training.target_features import FrozenTarget
+from training.tiny.ready_tables import write_summary
+from training.train_ready import train
+from training.walk import walk
+
+KINDS = ("gsm", "code", "dialogue", "prose")
+HELD_OUT = Path(hf_hybridspec.bundled.__file__).with_name("prompts")
+SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table for one seed. stages: those of train_ready.py to run, in order. reader: its settings."""
+
+    table: str
+    label: str
+    stages: tuple[str, ...]
+    seed: int = 0
+    reader: dict = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.table}-{self.label}-seed{self.seed}".replace(" ", "").replace("(", "").replace(")", "")
+
+
+BASE = {"reader_state_layers": [2, 6], "reader_rank": 8}
+TWO_STAGES = ("reader", "joint")
+
+
+def all_rows() -> Iterator[Row]:
+    """Headline rows first, then each ablation of the paper (tables 3 to 6) with one seed."""
+    for seed in SEEDS:
+        yield Row("headline", "dspark", (), seed)
+        yield Row("headline", "dspark_ft", ("ft",), seed)
+        yield Row("headline", "ready", TWO_STAGES, seed, BASE)
+    # 64 is the full rank of the bundled target's states.
+    for rank in (4, 16, 64):
+        yield Row("rank", str(rank), TWO_STAGES, 0, BASE | {"reader_rank": rank})
+    for layers in ([0], [2], [6], [0, 2, 6]):
+        yield Row("state layers", str(layers), TWO_STAGES, 0, BASE | {"reader_state_layers": layers})
+    for layers in ([0, 2], [0, 1, 2]):
+        yield Row("injection layers", str(layers), TWO_STAGES, 0, BASE | {"reader_injection_layers": layers})
+    yield Row("injection", "pre_attention", TWO_STAGES, 0, BASE | {"reader_injection": "pre_attention"})
+
+
+def train_row(row: Row, options: argparse.Namespace, folder: Path) -> Path | None:
+    """Runs the row's stages; returns the last adapter. Each budget is options.steps, halved over two stages."""
+    adapter = None
+    for stage in row.stages:
+        output = folder / stage
+        words = ["--config", str(options.config), "--stage", stage, "--output_dir", str(output)]
+        words += ["--dataset", str(options.dataset), "--drafter", options.drafter, "--seed", str(row.seed)]
+        words += ["--max_steps", str(options.steps // len(row.stages)), "--save_strategy", "no"]
+        words += ["--use_cpu", str(options.device == "cpu"), *options.train_arguments]
+        reader = row.reader if stage == row.stages[0] else {}
+        for key, value in reader.items():
+            words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+        if adapter is not None:
+            words += ["--adapter", str(adapter)]
+        train(*parse_arguments(words))
+        adapter = output
+    return adapter
+
+
+def greedy_texts(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace
+) -> dict[str, list[dict]]:
+    """The target's greedy answers to the held-out prompts by kind, made once and kept in the output folder."""
+    path = options.output / "greedy.json"
+    if path.is_file():
+        return json.loads(path.read_text())
+    settings = {"max_new_tokens": options.max_new_tokens, "do_sample": False}
+    ends = target.generation_config.eos_token_id
+    ends = [ends] if isinstance(ends, int) else list(ends or [])
+    texts = {}
+    for kind in KINDS:
+        prompts = read_prompts(HELD_OUT / f"{kind}.jsonl")[: options.prompts]
+        prompts = [Prompt(i, encode(tokenizer, text)["input_ids"][0].tolist()) for i, text in enumerate(prompts)]
+        # One at a time: padding would change the rounding, and with it the text, of a batch.
+        answers = [answer(target, [prompt], tokenizer.pad_token_id or 0, settings)[0] for prompt in prompts]
+        texts[kind] = [
+            {"prompt": prompt.tokens, "answer": tokens, "ended": tokens[-1] in ends}
+            for prompt, tokens in zip(prompts, answers, strict=True)
+            if len(tokens) > 1
+        ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(texts))
+    return texts
+
+
+@torch.no_grad()
+def measure(drafter, target: PreTrainedModel, texts: dict[str, list[dict]]) -> dict[str, list[dict]]:
+    """kind -> for each prompt, emitted tokens and rounds, and what each round emitted."""
+    drafter = drafter.to(target.device).eval()
+    drafter.bind(input_embedding(target), target.get_output_embeddings(), target.config)
+    frozen, results = FrozenTarget(target, drafter), {}
+    for kind, rows in texts.items():
+        results[kind] = []
+        for text in rows:
+            tokens = torch.tensor(text["prompt"] + text["answer"], device=target.device)
+            statistics = walk(drafter, frozen, tokens, len(text["prompt"]), text["ended"])
+            results[kind].append({"emitted": sum(statistics.emitted), "rounds": statistics.rounds})
+    return results
+
+
+def run(options: argparse.Namespace, rows: Sequence[Row]) -> None:
+    """Trains and measures every row that has no result yet."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve(options.target))
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    target = AutoModelForCausalLM.from_pretrained(resolve(options.target), dtype=dtype).to(options.device).eval()
+    texts = greedy_texts(target, tokenizer, options)
+    start, longest = time.monotonic(), 0.0
+    for row in rows:
+        path = options.output / row.name / "result.json"
+        if path.is_file():
+            continue
+        began = time.monotonic()
+        if began - start + longest > options.seconds:
+            print(f"Stopped before {row.name}: --seconds {options.seconds} would not suffice.", flush=True)
+            return
+        adapter = train_row(row, options, path.parent)
+        drafter = AutoDrafter.from_pretrained(options.drafter if adapter is None else adapter, dtype=dtype)
+        result = {"row": asdict(row), "kinds": measure(drafter, target, texts), "steps": options.steps}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result))
+        longest = max(longest, time.monotonic() - began)
+        print(f"{row.name}: {time.monotonic() - began:.0f} s", flush=True)
+
+
+def main(command_line: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="tiny")
+    parser.add_argument("--drafter", default="tiny-dspark", help="pretrained DSpark")
+    parser.add_argument("--dataset", type=Path, default=Path("training/configs/tiny_conversations.jsonl"))
+    parser.add_argument("--config", type=Path, default=Path("training/configs/tiny_ft.yaml"))
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps of a row, all stages together")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--prompts", type=int, default=40, help="held-out prompts of each kind")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--tables", nargs="+", help="only these tables; default all")
+    parser.add_argument("--summarise", action="store_true", help="only write the table and the results")
+    parser.add_argument("--table", type=Path, help="Markdown to write")
+    parser.add_argument("--results", type=Path, help="JSON to write the headline into")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--train-arguments", nargs=argparse.REMAINDER, default=[], help="for train_ready.py; last")
+    options = parser.parse_args(command_line)
+    if not options.summarise:
+        run(options, [row for row in all_rows() if options.tables is None or row.table in options.tables])
+    write_summary(options.output, options.table, options.results)
+
+
+if __name__ == "__main__":
+    main()

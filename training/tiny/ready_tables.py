@@ -1,0 +1,112 @@
+"""The ablation tables and the headline numbers, from the results that `ablations` left."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from training.results import update_results
+
+DRAWS = 2000
+
+
+def read_results(folder: Path) -> dict[tuple[str, str], list[dict]]:
+    """(table, label) -> the results of its seeds."""
+    results = defaultdict(list)
+    for path in sorted(folder.glob("*/result.json")):
+        result = json.loads(path.read_text())
+        results[result["row"]["table"], result["row"]["label"]].append(result)
+    return dict(results)
+
+
+def acceptance_length(
+    runs: Sequence[dict], seeds: Sequence[int], prompts: dict[str, np.ndarray] | None = None
+) -> float:
+    """Mean over kinds of emitted tokens / rounds, pooled over the prompts, then over the seeds. prompts: indices by kind
+    (a bootstrap draw); None takes each once."""
+    values = []
+    for seed in seeds:
+        for kind, rows in runs[seed]["kinds"].items():
+            chosen = rows if prompts is None else [rows[i] for i in prompts[kind]]
+            values.append(sum(row["emitted"] for row in chosen) / sum(row["rounds"] for row in chosen))
+    return float(np.mean(values))
+
+
+def intervals(rows: dict[str, list[dict]]) -> dict[str, dict[str, list[float] | float]]:
+    """Mean and 95 % bootstrap interval of each row and of its gain over each other row, in percent.
+
+    Draws resample prompts (the same for all rows, which are paired) and, of each row, its seeds.
+    """
+    generator = np.random.default_rng(0)
+    sizes = {kind: len(prompts) for kind, prompts in next(iter(rows.values()))[0]["kinds"].items()}
+    draws: dict[str, list[float]] = {label: [] for label in rows}
+    for _ in range(DRAWS):
+        prompts = {kind: generator.integers(size, size=size) for kind, size in sizes.items()}
+        for label, runs in rows.items():
+            seeds = generator.integers(len(runs), size=len(runs))
+            draws[label].append(acceptance_length(runs, seeds, prompts))
+    summary = {}
+    for label, runs in rows.items():
+        summary[label] = {
+            "mean": acceptance_length(runs, range(len(runs))),
+            "interval": np.percentile(draws[label], [2.5, 97.5]).tolist(),
+            "seeds": len(runs),
+        }
+        for other in rows:
+            if other != label:
+                gains = 100 * (np.array(draws[label]) / np.array(draws[other]) - 1)
+                mean = 100 * (summary[label]["mean"] / acceptance_length(rows[other], range(len(rows[other]))) - 1)
+                summary[label][f"gain_over_{other}"] = [mean, *np.percentile(gains, [2.5, 97.5]).tolist()]
+    return summary
+
+
+def markdown(results: dict[tuple[str, str], list[dict]]) -> str:
+    """The tables as text: acceptance length by kind and on average, and the gain over DSpark and DSpark + FT."""
+    baselines = {
+        label: _mean(results["headline", label]) for label in ("dspark", "dspark_ft") if ("headline", label) in results
+    }
+    kinds = list(next(iter(results.values()))[0]["kinds"])
+    header = ["table", "row", "seeds", *kinds, "average", *(f"over {name} (%)" for name in baselines)]
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    for (table, label), runs in results.items():
+        values = [np.mean([_pooled(run["kinds"][kind]) for run in runs]) for kind in kinds]
+        gains = [100 * (_mean(runs) / baseline - 1) for baseline in baselines.values()]
+        cells = [table, label, str(len(runs)), *(f"{value:.3f}" for value in [*values, _mean(runs)])]
+        lines.append("| " + " | ".join([*cells, *(f"{gain:+.2f}" for gain in gains)]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def write_summary(folder: Path, table: Path | None, results_path: Path | None) -> None:
+    """Prints the tables; writes them, and the headline into a results file whose other keys are kept.
+
+    Raises ValueError where there is no result yet.
+    """
+    results = read_results(folder)
+    if not results:
+        raise ValueError(f"{folder} holds no result. Run the rows first.")
+    headline = {label: runs for (name, label), runs in results.items() if name == "headline"}
+    summary = intervals(headline) if headline else {}
+    text = markdown(results)
+    for label, values in summary.items():
+        low, high = values["interval"]
+        text += f"\n{label}: {values['mean']:.4f} [{low:.4f}, {high:.4f}]"
+        gain = values.get("gain_over_dspark_ft")
+        text += f", over dspark_ft {gain[0]:+.2f} % [{gain[1]:+.2f}, {gain[2]:+.2f}]\n" if gain else "\n"
+    print(text)
+    if table is not None:
+        table.parent.mkdir(parents=True, exist_ok=True)
+        table.write_text(text, encoding="utf-8")
+    if results_path is not None:
+        update_results(results_path, {"acceptance_length": summary})
+
+
+def _pooled(rows: Sequence[dict]) -> float:
+    return sum(row["emitted"] for row in rows) / sum(row["rounds"] for row in rows)
+
+
+def _mean(runs: Sequence[dict]) -> float:
+    return acceptance_length(runs, range(len(runs)))
