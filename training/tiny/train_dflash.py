@@ -29,6 +29,7 @@ from training.tiny.regenerate import load_answers
 from training.tiny.train_target import Clock, MixedRows
 
 TAPS = [1, 4, 6]
+_ROWS_PER_FORWARD = 256
 
 
 def drafter_config(target: Qwen3_5MoeForCausalLM, mask_token_id: int, **changes) -> DFlashConfig:
@@ -93,8 +94,8 @@ class FeatureStore:
         self.tokens = torch.cat([row for row, _ in kept]).to(device)
         width = len(taps) * target.config.hidden_size
         self.features = torch.empty(len(self.tokens), width, dtype=target.dtype, device=device)
-        for first in range(0, len(kept), 64):
-            index = torch.arange(first, min(first + 64, len(kept)), device=device)
+        for first in range(0, len(kept), _ROWS_PER_FORWARD):
+            index = torch.arange(first, min(first + _ROWS_PER_FORWARD, len(kept)), device=device)
             tokens, inside = self._gather(index, int(self.lengths[index].max()))
             self.features[self._positions(index, tokens.shape[1])[inside]] = tapped_features(target, tokens, taps)[
                 inside
@@ -221,11 +222,12 @@ def main(arguments: list[str] | None = None) -> None:
         store = FeatureStore(target, rows, list(drafter.target_layer_ids), options.longest)
     print(f"{len(store)} rows, {len(store.tokens) / 1e6:.2f} M tokens, {time.monotonic() - started:.0f} s", flush=True)
     optimizer = MasterAdamW(drafter, options.learning_rate, options.weight_decay, muon=True)
-    clock, step, log, next_save = Clock(options.seconds, time.monotonic()), 0, [], options.save_seconds
-    while clock.progress < 1.0 and step < options.max_steps:
+    clock, log = Clock(options.seconds, time.monotonic(), options.max_steps), []
+    next_save = options.save_seconds
+    while clock.progress < 1.0:
         loss, logits, layout = train_step(drafter, store, options, clock.progress > 1 - options.survival_share)
         optimizer.step(schedule(clock.progress))
-        step += 1
+        clock.step = step = clock.step + 1
         if step % 200 == 0 or step <= 3:
             accepted = round(accepted_prefix(logits, layout), 3)
             log.append(
@@ -237,7 +239,7 @@ def main(arguments: list[str] | None = None) -> None:
             next_save += options.save_seconds
     save_drafter(drafter, options.output)
     (options.output / "train_log.json").write_text(json.dumps(log, indent=1))
-    print(f"{step} steps, {sum(p.numel() for p in drafter.parameters()) / 1e6:.2f} M parameters", flush=True)
+    print(f"{clock.step} steps, {sum(p.numel() for p in drafter.parameters()) / 1e6:.2f} M parameters", flush=True)
 
 
 if __name__ == "__main__":

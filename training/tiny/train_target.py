@@ -123,10 +123,12 @@ def save_target(model: Qwen3_5MoeForCausalLM, end_ids: list[int], output: Path) 
 
 @dataclass
 class Clock:
-    """Wall-clock budget of a run, in seconds since the process's own start."""
+    """How far a run is: the larger share of its seconds since `start`, and of its steps."""
 
     seconds: float
     start: float
+    max_steps: int = 10**9
+    step: int = 0
 
     @property
     def elapsed(self) -> float:
@@ -134,7 +136,7 @@ class Clock:
 
     @property
     def progress(self) -> float:
-        return min(self.elapsed / self.seconds, 1.0)
+        return min(max(self.elapsed / self.seconds, self.step / self.max_steps), 1.0)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -159,15 +161,15 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def train(model: Qwen3_5MoeForCausalLM, data: MixedRows, end_ids: list[int], options: argparse.Namespace) -> dict:
     """Trains `model` in place until the time or the steps are used up; returns the log."""
     optimizer = MasterAdamW(model, options.learning_rate, options.weight_decay)
-    clock, step, next_save = Clock(options.seconds, time.monotonic()), 0, options.save_seconds
+    clock, next_save = Clock(options.seconds, time.monotonic(), options.max_steps), options.save_seconds
     log: dict = {"parameters": sum(p.numel() for p in model.parameters()), "steps": []}
     model.train()
-    while clock.progress < 1.0 and step < options.max_steps:
+    while clock.progress < 1.0:
         rows = data.batch(options.rows)
         loss, plain = training_loss(model, rows)
         loss.backward()
         norm = optimizer.step(schedule(clock.progress))
-        step += 1
+        clock.step = step = clock.step + 1
         if step % 50 == 0 or step <= 3:
             log["steps"].append({"step": step, "seconds": round(clock.elapsed, 1), "loss": round(plain.item(), 4)})
             speed = step * rows.numel() / clock.elapsed / 1e6
@@ -175,7 +177,7 @@ def train(model: Qwen3_5MoeForCausalLM, data: MixedRows, end_ids: list[int], opt
         if clock.elapsed > next_save:
             save_target(model, end_ids, options.output)
             next_save += options.save_seconds
-    log["tokens"], log["seconds"] = step * rows.numel(), round(clock.elapsed, 1)
+    log["tokens"], log["seconds"] = clock.step * rows.numel(), round(clock.elapsed, 1)
     return log
 
 

@@ -108,7 +108,7 @@ def tiny_run(tmp_path_factory, problem_generators) -> TinyRun:
             str(run.target),
             *models,
             "--max-steps",
-            "12",
+            "20",
             "--rows",
             "4",
             "--heldout-rows",

@@ -119,7 +119,7 @@ def test_documents_are_read_out_of_packages(tmp_path, monkeypatch):
         wheel.writestr("rich/readme.md", "no code")
     task = {"task_description": "Add.", "input_output_spec": "Input: a", "code_sample": "def main_solution(a): ..."}
     _tar(tmp_path / "codeio.tgz", {"p/data/codeio.jsonl.gz": gzip.compress(json.dumps(task).encode())})
-    speech = {"chapter": "1", "title": "Loomings", "text": "Call me"}
+    speech = {"chapter": "1", "title": "Loomings.", "text": "Call me"}
     _tar(tmp_path / "moby.tgz", {"package/data/chapter_1.json": json.dumps(speech).encode()})
     chats = b"conversations:\n- - Hi\n  - Hello\n"
     _tar(tmp_path / "chatterbot.tgz", {"c/data/english/ai.yml": chats, "c/data/german/ai.yml": chats})
