@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import huggingface_hub.constants
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -22,8 +23,9 @@ CHAT_TEMPLATE = (
 
 
 def pytest_configure():
-    # Before any test asks the Hub client for anything.
+    # For the processes that tests start, and for this one, whose Hub client has read its environment already.
     os.environ["HF_HUB_OFFLINE"] = "1"
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
     torch.set_num_threads(1)
     transformers_logging.get_logger("transformers")
     for handler in logging.getLogger("transformers").handlers:
