@@ -12,7 +12,9 @@ from ..calibration.profile import CalibrationProfile
 from .summary import ALL_KINDS, Cell
 from .systems import AUTOREGRESSIVE, SYSTEMS
 
-OURS, OTHERS, INK = "#1f5fa8", ("#b8c4d0", "#8fa3b5", "#d9b48f", "#c98f5a", "#a8b88f", "#7d9468", "#cdb7cf"), "#333333"
+OURS, QUIET, INK = "#1f5fa8", "#93a4b5", "#333333"
+# One for every other system, in pairs of a family: full length, other rules, replay, fixed lengths, parts of ours.
+OTHERS = ("#b9bec4", "#d9b48f", "#c98f5a", "#c3cfa8", "#8ea671", "#8b9299", "#cdb7cf", "#a583a8", "#a9cbe0", "#72a6c9")
 STYLE = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -59,10 +61,10 @@ def draw_speed(summary: dict[str, dict[str, Cell]]) -> plt.Figure:
         if name == "hybridspec":
             axes.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=8, padding=2, color=OURS)
     axes.axhline(1, color=INK, linewidth=0.8)
-    axes.annotate("plain decoding", (len(kinds) - 0.5, 1), ha="right", va="bottom", fontsize=8, color=INK)
+    axes.annotate("plain", (-0.59, 1), va="bottom", fontsize=8, color=INK)
     axes.set_xticks(range(len(kinds)), kinds)
     axes.tick_params(axis="x", length=0)
-    axes.set_xlim(-0.6, len(kinds) - 0.4)
+    axes.set_xlim(-0.62, len(kinds) - 0.45)
     axes.set(ylabel="times plain decoding", title="Decode speed by kind of prompt")
     figure.legend(loc="outside right center", fontsize=8)
     return figure
@@ -84,7 +86,7 @@ def draw_lengths(summary: dict[str, dict[str, Cell]]) -> plt.Figure:
         cell = summary[name][ALL_KINDS]
         total = sum(cell.lengths.values())
         shares = [100 * cell.lengths.get(length, 0) / total for length in range(1, longest + 1)]
-        axes.bar(range(1, longest + 1), shares, 0.85, color=OURS if name == "hybridspec" else OTHERS[1])
+        axes.bar(range(1, longest + 1), shares, 0.85, color=OURS if name == "hybridspec" else QUIET)
         axes.axvline(cell.mean_length, color=INK, linewidth=0.9, linestyle=":")
         axes.set_title(f"{SYSTEMS[name].title}, mean {cell.mean_length:.1f}", fontsize=9, pad=2)
         axes.set_ylabel("%", rotation=0, labelpad=8)
@@ -97,17 +99,17 @@ def draw_reliability(profile: CalibrationProfile) -> plt.Figure:
     """Predicted against observed prefix acceptance, with the number of predictions below."""
     quality = profile.quality
     figure, (upper, lower) = plt.subplots(
-        2, 1, figsize=(4.2, 5), sharex=True, height_ratios=(3, 1), layout="constrained"
+        2, 1, figsize=(4.2, 5.2), sharex=True, height_ratios=(3, 1), layout="constrained"
     )
     upper.plot((0, 1), (0, 1), color="#aaaaaa", linewidth=0.9, linestyle="--")
     predicted = [entry.predicted for entry in quality.reliability]
     upper.plot(predicted, [entry.observed for entry in quality.reliability], "o-", color=OURS, markersize=4.5)
-    upper.set(ylabel="accepted", xlim=(0, 1), ylim=(0, 1), aspect="equal")
+    upper.set(ylabel="accepted", xlim=(0, 1), ylim=(0, 1))
     upper.set_title(
         f"Prefix acceptance, {'held-out prompts' if quality.held_out else 'rounds of the fit'}\n"
         f"calibration error {quality.calibration_error:.3f}, Brier score {quality.brier_score:.3f}"
     )
-    lower.bar(predicted, [entry.count for entry in quality.reliability], 0.05, color=OTHERS[1])
+    lower.bar(predicted, [entry.count for entry in quality.reliability], 0.05, color=QUIET)
     lower.set(xlabel="predicted", ylabel="drafts", yscale="log")
     return figure
 
@@ -117,16 +119,18 @@ def draw_cost(profile: CalibrationProfile) -> plt.Figure:
     costs = profile.costs
     lengths = list(range(2, len(costs.fitted) + 2))
     figure, axes = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
-    axes.plot(lengths, [1e3 * value for value in costs.measured], "o", color=OTHERS[3], markersize=5, label="measured")
+    axes.plot(lengths, [1e3 * value for value in costs.measured], "o", color=QUIET, markersize=5, label="measured")
     axes.plot(lengths, [1e3 * value for value in costs.fitted], color=OURS, linewidth=1.8, label="fitted")
     _reference_line(axes, 1e3 * costs.autoregressive, "one token without drafts")
-    _reference_line(axes, 1e3 * costs.fixed, "fixed part of a round")
+    _reference_line(axes, 1e3 * costs.fixed, "part that no length changes")
     axes.set(xlabel="verification length", ylabel="ms per round", xticks=lengths[::2], ylim=(0, None))
     axes.set_title(f"Cost of a round, R² {profile.quality.cost_r2:.3f}, rho {profile.rho:.0f} tokens/s")
-    axes.legend(loc="lower right", fontsize=8)
+    axes.legend(loc="lower left", fontsize=8)
     return figure
 
 
 def _reference_line(axes: Axes, value: float, text: str) -> None:
     axes.axhline(value, color="#999999", linewidth=0.8, linestyle=":")
-    axes.annotate(text, (2, value), fontsize=8, color="#666666", va="bottom")
+    axes.annotate(
+        text, (1, value), xycoords=("axes fraction", "data"), fontsize=8, color="#666666", va="bottom", ha="right"
+    )

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from sklearn.isotonic import IsotonicRegression
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -81,20 +80,45 @@ def _seconds_per_round(target, drafter, prompt: Prompt, settings: DecodeSettings
 
 
 def fit_costs(seconds: tuple[float, ...]) -> CostFit:
-    """Fits the times of w = 2, 3, ..; a curve that falls anywhere is replaced by the closest one that does not."""
-    lengths, measured = np.arange(2, len(seconds) + 2), np.array(seconds)
+    """Fits the times of w = 2, 3, .. by a quadratic; one that falls anywhere gives way to the best that does not."""
+    lengths, measured = np.arange(2.0, len(seconds) + 2), np.array(seconds)
     coefficients = np.polyfit(lengths, measured, min(2, len(seconds) - 1))
-    fitted = np.polyval(coefficients, lengths)
-    notes = []
+    fitted, notes = np.polyval(coefficients, lengths), []
+    fixed = coefficients[-1]
     if (np.diff(fitted) < 0).any() or fitted.min() <= 0:
-        fitted = IsotonicRegression().fit_transform(lengths, measured)
+        fitted, fixed = _rising_fit(lengths, measured)
         notes.append(
-            "The quadratic fit of the round time falls with the length; the closest non-decreasing curve is used."
+            "The quadratic fit of the round time falls somewhere, which a longer block cannot explain: the best "
+            "quadratic that never falls is used. Calibrate on an idle machine for a better one."
         )
     residual, spread = ((measured - fitted) ** 2).sum(), ((measured - measured.mean()) ** 2).sum()
-    fixed = float(np.clip(coefficients[-1], 0.0, MOST_FIXED_SHARE * fitted.min()))
+    fixed = float(np.clip(fixed, 0.0, MOST_FIXED_SHARE * fitted.min()))
     r2 = float(1 - residual / spread) if spread > 0 else 1.0
     return CostFit(tuple(map(float, fitted)), fixed, r2, tuple(notes))
+
+
+def _rising_fit(lengths: np.ndarray, measured: np.ndarray) -> tuple[np.ndarray, float]:
+    """The best of three shapes that rise throughout, and its value at length 0.
+
+    The boundary of all quadratics that do not fall on these lengths: a line, and the parabolas that are level at
+    either end.
+    """
+    shapes = (
+        lambda w: w,
+        lambda w: w - w**2 / (2 * lengths[-1]),
+        lambda w: (w - lengths[0]) ** 2,
+    )
+    fits = []
+    for shape in shapes:
+        rise = shape(lengths)
+        centered = rise - rise.mean()
+        # Measured times may fall throughout: then the fit is level.
+        slope = max(0.0, float(centered @ measured / max(centered @ centered, 1e-12)))
+        level = float(measured.mean() - slope * rise.mean())
+        fitted = level + slope * rise
+        fits.append((float(((measured - fitted) ** 2).sum()), fitted, level + slope * shape(np.array(0.0))))
+    _, fitted, at_zero = min(fits, key=lambda fit: fit[0])
+    return fitted, float(at_zero)
 
 
 @torch.no_grad()

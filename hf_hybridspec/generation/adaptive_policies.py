@@ -1,5 +1,6 @@
 """Length policies that read the drafter's signals and a calibration profile."""
 
+import os
 import weakref
 from abc import abstractmethod
 
@@ -18,12 +19,12 @@ class CalibratedPolicy(LengthPolicy):
     """A policy that reads a profile.
 
     Args:
-        profile: of the pair and device it will serve; another is refused when a call begins.
+        profile: of the pair and device it will serve, or its file; another pair's is refused when a call begins.
         is_guarded: as `LengthPolicy.is_guarded`.
     """
 
-    def __init__(self, profile: CalibrationProfile, is_guarded: bool | None = None):
-        self.profile = profile
+    def __init__(self, profile: CalibrationProfile | str | os.PathLike, is_guarded: bool | None = None):
+        self.profile = profile if isinstance(profile, CalibrationProfile) else CalibrationProfile.load(profile)
         self.is_guarded = is_guarded
         self._checked: tuple[weakref.ref, weakref.ref, int] | None = None
 
@@ -53,7 +54,7 @@ class HybridSpec(CalibratedPolicy):
     name = "hybridspec"
     lookahead = 1
 
-    def __init__(self, profile: CalibrationProfile, is_guarded: bool | None = None):
+    def __init__(self, profile: CalibrationProfile | str | os.PathLike, is_guarded: bool | None = None):
         super().__init__(profile, is_guarded)
         self._tables: dict[torch.device, LengthTables] = {}
         self._selection: Selection | None = None
