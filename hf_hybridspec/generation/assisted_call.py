@@ -4,7 +4,13 @@ from dataclasses import dataclass
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.candidate_generator import (
+    AssistedCandidateGenerator,
+    CandidateGenerator,
+    _prepare_attention_mask,
+    _prepare_position_ids,
+    _prepare_token_type_ids,
+)
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
@@ -157,7 +163,11 @@ def draft_after_prefill(generator: CandidateGenerator) -> CandidateGenerator:
     is_prefilled = False
 
     def get_candidates_after_prefill(input_ids, **kwargs):
-        return get_candidates(input_ids, **kwargs) if is_prefilled or kwargs else (input_ids, None)
+        if not is_prefilled and not kwargs:
+            return input_ids, None
+        if type(generator) is AssistedCandidateGenerator and "cache" not in generator.assistant_kwargs:
+            _cover(generator, input_ids.shape[1])
+        return get_candidates(input_ids, **kwargs)
 
     def update_after_prefill(*args, **kwargs):
         nonlocal is_prefilled
@@ -167,3 +177,16 @@ def draft_after_prefill(generator: CandidateGenerator) -> CandidateGenerator:
 
     generator.get_candidates, generator.update_candidate_strategy = get_candidates_after_prefill, update_after_prefill
     return generator
+
+
+def _cover(generator: AssistedCandidateGenerator, length: int) -> None:
+    """Extends the inputs that an assistant was given with the prompt to the token that it now has in addition."""
+    config, inputs = generator.assistant_model.config, generator.assistant_kwargs
+    is_encoder_decoder = config.is_encoder_decoder
+    position_ids = inputs.get("position_ids")
+    if position_ids is not None and position_ids.ndim == 3 and config.get_text_config() is config:
+        # Of the positions of a vision-language target, a text model knows the first row.
+        inputs["position_ids"] = position_ids[0]
+    inputs = _prepare_attention_mask(inputs, length, is_encoder_decoder)
+    inputs = _prepare_position_ids(inputs, length, is_encoder_decoder)
+    generator.assistant_kwargs = _prepare_token_type_ids(inputs, length)
