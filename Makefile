@@ -1,6 +1,6 @@
 PYTHON ?= python
 
-.PHONY: style lint test test-gpu bench bench-gpu readme
+.PHONY: style lint test test-gpu bench bench-gpu structure readme
 
 style:
 	$(PYTHON) -m ruff check --fix .
@@ -22,6 +22,9 @@ bench:
 
 bench-gpu:
 	$(PYTHON) -m benchmarks.gated_delta_rule --output benchmarks/results/gated_delta_rule_h200.json
+
+structure:
+	$(PYTHON) docs/structure.py
 
 readme:
 	$(PYTHON) -m benchmarks.readme
