@@ -92,7 +92,18 @@ def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-def capture(rounds: list[Callable[[], None]]) -> torch.cuda.CUDAGraph:
+@dataclass(frozen=True)
+class CapturedRounds:
+    """A graph and the rounds it was captured from, whose tensors it reads and does not keep alive by itself."""
+
+    graph: torch.cuda.CUDAGraph
+    rounds: list[Callable[[], None]]
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+def capture(rounds: list[Callable[[], None]]) -> CapturedRounds:
     """One graph that runs the given rounds one after another, each warmed up before."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -102,10 +113,10 @@ def capture(rounds: list[Callable[[], None]]) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         for run in rounds:
             run()
-    return graph
+    return CapturedRounds(graph, rounds)
 
 
-def median_times(graphs: dict[str, torch.cuda.CUDAGraph], replays: int) -> dict[str, float]:
+def median_times(graphs: dict[str, CapturedRounds], replays: int) -> dict[str, float]:
     """Median milliseconds of a replay; the graphs take turns, so that slow phases of the device hit all of them."""
     times = {name: [] for name in graphs}
     for _ in range(replays):

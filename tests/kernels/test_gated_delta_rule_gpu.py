@@ -60,11 +60,12 @@ def test_graphs_replay_with_lengths_from_device_memory_and_no_synchronisation():
         with torch.cuda.graph(graph):
             output = verify_gated_delta_rule(*block.inputs, factors)
             commit_gated_delta_rule(state[None], factors[None], length)
-        graphs[rows] = (graph, block, output)
+        # A graph does not keep alive what it reads: the block and its factors must outlive it.
+        graphs[rows] = (graph, block, factors, output)
     assert torch.equal(state, eager_state)
 
     for rows, committed in ((2, 1), (16, 5), (6, 6), (3, 0), (16, 16), (2, 2), (6, 1)):
-        graph, block, output = graphs[rows]
+        graph, block, _, output = graphs[rows]
         length.fill_(committed)
         torch.cuda.set_sync_debug_mode("error")
         try:
