@@ -2,9 +2,9 @@
 
     python -m benchmarks.state_reader --results benchmarks/results/ready_summary.json
 
-Results are checked against the reference first. Every variant is timed in a replayed CUDA graph, as a round runs it, and
-launched eagerly; variants are interleaved, times are medians. The states of successive calls lie in different memory, so
-that they come from DRAM and not from the L2 cache.
+Results are checked against the reference first. Every variant is timed in a replayed CUDA graph, as a round runs it,
+and launched eagerly; variants are interleaved, times are medians. The states of successive calls lie in different
+memory, so that they come from DRAM and not from the L2 cache.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def eager_reader(states: Tensor, hidden: Tensor, weights: Weights) -> Tensor:
 
 def eager_gather(stack: Tensor, layers: Tensor, out: Tensor) -> None:
     """The selected layers taken out of the stack, then laid side by side in the buffer."""
-    out.copy_(torch.cat([state for state in stack.index_select(0, layers)], dim=1))
+    out.copy_(torch.cat(list(stack.index_select(0, layers)), dim=1))
 
 
 def as_graph(calls: list[Callable[[], object]]) -> Callable[[], None]:

@@ -1,7 +1,7 @@
 """Samples as one padded batch, each with anchors of its own.
 
-Anchors are drawn from (seed, epoch, sample), never from the process's generator: the same sample has the same anchors in
-whatever batch, on whatever rank, and after a resumption.
+Anchors are drawn from (seed, epoch, sample), never from the process's generator: the same sample has the same anchors
+in whatever batch, on whatever rank, and after a resumption.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from training.conversations import UnusableRow, read_conversation
+from training.conversations import UnusableRowError, read_conversation
 
 TEMPLATES = Path(__file__).with_name("templates")
 
@@ -137,7 +137,7 @@ class SampleReader:
                 break
             try:
                 samples.append(self._sample(row, len(samples), report))
-            except UnusableRow as reason:
+            except UnusableRowError as reason:
                 report.dropped[str(reason)] += 1
         if not samples:
             raise ValueError(f"No row of the data set can be trained on: {report}.")
@@ -148,12 +148,12 @@ class SampleReader:
     def _sample(self, row: Mapping[str, Any], number: int, report: DataReport) -> Sample:
         tokens, answer = self._tokenised(row) if "input_ids" in row else self._templated(row)
         if not answer.any():
-            raise UnusableRow("no assistant token")
+            raise UnusableRowError("no assistant token")
         is_long = tokens.shape[0] > self.max_length
         tokens, answer = tokens[: self.max_length], answer[: self.max_length]
         # An anchor is an answer token with another after it.
         if not (answer[:-1] & answer[1:]).any():
-            raise UnusableRow(
+            raise UnusableRowError(
                 f"no anchor within max_length {self.max_length}" if is_long else "answer of a single token"
             )
         report.kept += 1
@@ -165,9 +165,8 @@ class SampleReader:
     def _tokenised(self, row: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         mask = row.get("assistant_mask", row.get("loss_mask"))
         if mask is None or len(mask) != len(row["input_ids"]):
-            raise UnusableRow("input_ids without an assistant_mask of the same length")
+            raise UnusableRowError("input_ids without an assistant_mask of the same length")
         tokens = torch.tensor(row["input_ids"], dtype=torch.int64)
-        # Special tokens of a padded vocabulary are no reason to refuse: the embedding's size is checked by the trainer.
         return tokens, torch.tensor(mask, dtype=torch.bool)
 
     def _templated(self, row: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

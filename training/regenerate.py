@@ -3,9 +3,10 @@
     python training/regenerate.py --target Qwen/Qwen3.8-27B --dataset mlabonne/open-perfectblend --max-samples 20000 \\
         --output runs/answers.jsonl
 
-Each line of the output is a tokenised row (`input_ids`, `assistant_mask`, `row`, the place of the prompt in the data set)
-that train_ready.py reads as its `--dataset`. Lines are appended batch by batch; the same command goes on where it was
-stopped, and a line cut in half by a crash is written again. An answer that reaches `--max-new-tokens` is kept as it is.
+Each line of the output is a tokenised row (`input_ids`, `assistant_mask`, and `row`, the place of the prompt in the
+data set) that train_ready.py reads as its `--dataset`. Lines are appended batch by batch; the same command goes on
+where it was stopped, and a line cut in half by a crash is written again. An answer that reaches `--max-new-tokens` is
+kept as it is.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_hybridspec.bundled import resolve
-from training.conversations import UnusableRow, read_conversation
+from training.conversations import UnusableRowError, read_conversation
 from training.data import read_rows
 
 # Prompts sorted by length together, so that a batch needs little padding.
@@ -48,7 +49,7 @@ def read_prompts(
     for number, row in enumerate(rows):
         try:
             messages = read_conversation(row)
-        except UnusableRow:
+        except UnusableRowError:
             continue
         encoded = tokenizer.apply_chat_template(
             messages[:-1], add_generation_prompt=True, enable_thinking=enable_thinking, return_dict=True

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from hf_hybridspec.bundled import resolve
 from hf_hybridspec.modeling.auto import AutoDrafter
 from hf_hybridspec.modeling.dspark.modeling_dspark import DSparkDrafter
+from hf_hybridspec.modeling.reader_guard import READER_MODULE
 from hf_hybridspec.modeling.ready.adapter import READER_CONFIG, ReaderRecord, fingerprint
 from hf_hybridspec.modeling.ready.modeling_ready import ReadyDrafter
-from hf_hybridspec.modeling.reader_guard import READER_MODULE
 from hf_hybridspec.modeling.target import check_supported, input_embedding, text_config
 from training.arguments import ReadyArguments
 

@@ -47,8 +47,8 @@ class _Counts:
 class ReadyTrainer(Trainer):
     """Trains `objective` with taps and states of a target that is no part of the trained model.
 
-    Checkpoints hold the adapter, optimizer, scheduler, random states, and the recipe, which must be the same when a run
-    is resumed.
+    Checkpoints hold the adapter, optimizer, scheduler, random states, and the recipe, which must be the same when a
+    run is resumed.
     """
 
     def __init__(

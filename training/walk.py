@@ -1,8 +1,9 @@
-"""Real acceptance length without decoding: along a text that the target wrote greedily, every round is known in advance.
+"""Real acceptance length without decoding: along a text that the target wrote greedily, every round is known.
 
 Speculative decoding emits the target's own greedy text whatever the drafter. So the proposals at all positions of that
-text can be made at once, by the training forward; the rounds are then walked: from the anchor at p, whose first A draft
-tokens agree with the text, to p + A + 1. What comes out are the rounds that `generate` would have run, to rounding.
+text can be made at once, by the training forward; the rounds are then walked: from the anchor at p, whose first A
+draft tokens agree with the text, to p + A + 1. What comes out are the rounds that `generate` would have run, to
+rounding.
 """
 
 from __future__ import annotations

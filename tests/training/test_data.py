@@ -7,7 +7,7 @@ import torch
 
 from hf_hybridspec.bundled import resolve
 from training.collator import AnchorCollator
-from training.conversations import UnusableRow, read_conversation
+from training.conversations import UnusableRowError, read_conversation
 from training.data import Sample, SampleReader, read_rows, read_template
 from training.sampler import LengthBucketSampler
 
@@ -41,7 +41,7 @@ def test_rows_that_cannot_train_are_named(turns, reason):
     if reason is None:
         assert len(read_conversation({"conversations": turns})) == 2
         return
-    with pytest.raises(UnusableRow, match=reason):
+    with pytest.raises(UnusableRowError, match=reason):
         read_conversation({"conversations": turns})
 
 
@@ -81,7 +81,7 @@ def test_every_assistant_turn_is_supervised_and_nothing_else(tokenizer):
 
 def test_a_template_without_a_mask_is_refused(tokenizer):
     reader = SampleReader(tokenizer, 512, "{{ messages[0].content }}")
-    with pytest.raises(ValueError, match="marks nothing as generated.*qwen_thinking"):
+    with pytest.raises(ValueError, match=r"marks nothing as generated.*qwen_thinking"):
         reader.read([{"conversations": TURN}])
     with pytest.raises(ValueError, match=r"shipped templates \(qwen_thinking\)"):
         read_template("no_such_template")
@@ -108,7 +108,7 @@ def test_supervision_that_starts_late_is_found_or_counted_and_named(tokenizer):
 
 def test_a_data_set_without_a_usable_row_is_refused_with_the_reasons(tokenizer):
     reader = SampleReader(tokenizer, 100, read_template("qwen_thinking"))
-    with pytest.raises(ValueError, match="0 of 3 rows kept.*2 x no assistant turn; 1 x empty turn"):
+    with pytest.raises(ValueError, match=r"0 of 3 rows kept.*2 x no assistant turn; 1 x empty turn"):
         reader.read([{"conversations": TURN[:1]}] * 2 + [{"conversations": [{"from": "human", "value": ""}]}])
     with pytest.raises(ValueError, match="5 samples were asked for, but only 1 of 1"):
         reader.read([row(50, 10)], limit=5)
@@ -121,7 +121,7 @@ def test_local_files_are_read_line_by_line(tmp_path):
     path.write_text(json.dumps(row(4, 1)) + "\n\n" + json.dumps(row(5, 1)) + "\n")
     assert [len(r["input_ids"]) for r in read_rows(str(path))] == [4, 5]
     path.write_text("{}\n{not json\n")
-    with pytest.raises(ValueError, match="Line 2 of .*rows.jsonl is not JSON"):
+    with pytest.raises(ValueError, match=r"Line 2 of .*rows\.jsonl is not JSON"):
         read_rows(str(path))
     with pytest.raises(ValueError, match="does not exist"):
         read_rows(str(tmp_path / "missing.jsonl"))

@@ -58,8 +58,13 @@ def test_the_command_line_wins_over_the_file(tmp_path):
 
 
 MINIMAL = {
-    "target": "t", "drafter": "d", "dataset": "x.jsonl", "stage": "reader", "reader_state_layers": [1], "output_dir": "o",
-}  # fmt: skip
+    "target": "t",
+    "drafter": "d",
+    "dataset": "x.jsonl",
+    "stage": "reader",
+    "reader_state_layers": [1],
+    "output_dir": "o",
+}
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ def read_results(folder: Path) -> dict[tuple[str, str], list[dict]]:
 def acceptance_length(
     runs: Sequence[dict], seeds: Sequence[int], prompts: dict[str, np.ndarray] | None = None
 ) -> float:
-    """Mean over kinds of emitted tokens / rounds, pooled over the prompts, then over the seeds. prompts: indices by kind
-    (a bootstrap draw); None takes each once."""
+    """Mean over kinds of emitted tokens / rounds, pooled over the prompts, then over the seeds. prompts: indices by
+    kind (a bootstrap draw); None takes each once."""
     values = []
     for seed in seeds:
         for kind, rows in runs[seed]["kinds"].items():

@@ -3,9 +3,9 @@
     python -m training.tiny.train_dspark --target runs/target --tokenizer runs/tokenizer --answers runs/answers.npz \\
         --initial runs/dflash --output runs/dspark --seconds 240
 
-As `train_dflash`, from the same rows: the target's taps and last hidden rows are computed once and kept on the device.
-The loss is DSpark's own, 0.1 cross entropy + 0.9 L1 + 1.0 confidence. `--initial` may name a DSpark drafter or a DFlash
-drafter of the same widths, whose backbone is then taken over.
+As `train_dflash`, from the same rows: the target's taps and last hidden rows are computed once and kept on the
+device. The loss is DSpark's own, 0.1 cross entropy + 0.9 L1 + 1.0 confidence. `--initial` may name a DSpark drafter
+or a DFlash drafter of the same widths, whose backbone is then taken over.
 """
 
 from __future__ import annotations

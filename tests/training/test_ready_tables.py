@@ -1,0 +1,71 @@
+"""Rows of the ablations, and the tables made of their results."""
+
+import json
+
+import pytest
+
+from training.results import update_results
+from training.tiny.ablations import Row, all_rows
+from training.tiny.export_conversations import conversation
+from training.tiny.ready_tables import read_results, write_summary
+
+
+def result(folder, row, scale):
+    kinds = {kind: [{"emitted": int(scale * (10 + n)), "rounds": 5} for n in range(6)] for kind in ("gsm", "prose")}
+    (folder / row.name).mkdir(parents=True)
+    content = {"row": {"table": row.table, "label": row.label}, "kinds": kinds, "steps": 4}
+    (folder / row.name / "result.json").write_text(json.dumps(content))
+
+
+def test_every_ablation_of_the_issue_is_a_row():
+    rows = list(all_rows())
+    assert len({row.name for row in rows}) == len(rows)
+    assert {(row.label, row.seed) for row in rows[:9]} == {
+        (label, seed) for label in ("dspark", "dspark_ft", "ready") for seed in range(3)
+    }
+    assert {row.table for row in rows[9:]} == {"rank", "state layers", "injection layers", "injection"}
+    assert [row.label for row in rows if row.table == "rank"] == ["4", "16", "64"]
+
+
+def test_tables_and_headline(tmp_path, capsys):
+    for seed in range(2):
+        result(tmp_path, Row("headline", "dspark_ft", ("ft",), seed), 10)
+        result(tmp_path, Row("headline", "ready", ("reader",), seed), 11)
+    result(tmp_path, Row("rank", "4", ("reader",)), 12)
+    results = tmp_path / "summary.json"
+    results.write_text(json.dumps({"gather_us": 4.0}))
+    write_summary(tmp_path, tmp_path / "table.md", results)
+    table = (tmp_path / "table.md").read_text()
+    assert "| headline | ready | 2 | 27.500 | 27.500 | 27.500 | +10.00 |" in table
+    assert "| rank | 4 | 1 | 30.000 | 30.000 | 30.000 | +20.00 |" in table
+    content = json.loads(results.read_text())
+    assert content["gather_us"] == 4.0 and len(content["commit"]) >= 7
+    ready = content["acceptance_length"]["ready"]
+    assert ready["mean"] == pytest.approx(27.5) and ready["interval"][0] < 27.5 < ready["interval"][1]
+    gain = ready["gain_over_dspark_ft"]
+    # The rows are paired: prompts vary, their ratio does not.
+    assert gain == pytest.approx([10, 10, 10], abs=0.01)
+    assert "over dspark_ft +10.00 %" in capsys.readouterr().out
+
+
+def test_a_folder_without_results_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no result"):
+        write_summary(tmp_path, None, None)
+    assert read_results(tmp_path) == {}
+
+
+def test_results_keep_what_other_commands_wrote(tmp_path):
+    update_results(tmp_path / "new" / "file.json", {"a": 1}, commit="abc")
+    update_results(tmp_path / "new" / "file.json", {"b": 2}, commit="def")
+    content = json.loads((tmp_path / "new" / "file.json").read_text())
+    assert (content["a"], content["b"], content["commit"]) == (1, 2, "def")
+
+
+def test_rendered_rows_become_conversations():
+    head = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    expected = {"from": "human", "value": "hi"}
+    assert conversation(head + "\n</think>\n\nyes<|im_end|>") == [expected, {"from": "gpt", "value": "yes"}]
+    thinking = conversation(head + "hm\n</think>\n\nyes<|im_end|>")
+    assert thinking[1]["value"] == "<think>\nhm\n</think>\n\nyes"
+    assert conversation(head + "hm<|im_end|>") is None
+    assert conversation(head + "hm\n</think>\n\nyes") is None
