@@ -2,7 +2,7 @@
 
 from .generation.attach import HybridSpecModelForCausalLM, attach, detach
 from .generation.candidate_generator import HybridSpecCandidateGenerator
-from .generation.length_policies import Full, LengthPolicy, Static
+from .generation.length_policies import Full, HybridSpec, LengthPolicy, Static
 from .modeling.auto import AutoDrafter
 from .modeling.hybrid_cache import HybridCache
 
@@ -10,6 +10,7 @@ __all__ = [
     "AutoDrafter",
     "Full",
     "HybridCache",
+    "HybridSpec",
     "HybridSpecCandidateGenerator",
     "HybridSpecModelForCausalLM",
     "LengthPolicy",
