@@ -96,15 +96,16 @@ def heldout_losses(model: Qwen3_5MoeForCausalLM, packed: Path, padding: int, row
     device, losses = next(model.parameters()).device, {}
     for domain, count in json.loads((packed / "index.json").read_text())["heldout"].items():
         rows = torch.from_numpy(read_rows(packed, "heldout", domain)[:rows_per_domain].astype(np.int64))
+        # A document ends with one end-of-text token; those after it are padding.
+        lengths = (rows != padding).sum(1).add(1).clamp(max=rows.shape[1])
         total, tokens = 0.0, 0
-        for part in rows.split(32):
-            part = part.to(device)
+        for index in lengths.argsort().split(16):
+            part = rows[index, : int(lengths[index].max())].to(device)
             logits = model(input_ids=part, use_cache=False).logits[:, :-1]
-            labels = part[:, 1:]
-            # Everything after a document's own end-of-text token is padding.
-            labels = labels.masked_fill((part == padding).cumsum(1)[:, :-1] > 0, -100)
+            ended = (part == padding).cumsum(1)[:, :-1] > 0
+            labels = part[:, 1:].masked_fill(ended, -100)
             total += F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum").item()
-            tokens += int((labels != -100).sum())
+            tokens += int((~ended).sum())
         if count:
             losses[domain] = round(total / tokens, 4)
     return losses
