@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from transformers import GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     SynthIDTextWatermarkLogitsProcessor,
@@ -25,6 +26,8 @@ _HOST_DRAFT_OPTIONS = (
 )
 # They advance with every call, also with the host loop's calls about drafts that are then rejected.
 _STATEFUL_PROCESSORS = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+# Values of cache_implementation that become a HybridCache.
+ROLLBACK_CACHES = (None, "dynamic", "hybrid", *ALL_STATIC_CACHE_IMPLEMENTATIONS)
 _OTHER_ASSISTANTS = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit")
 
 
@@ -43,6 +46,8 @@ def drafting_obstacle(call: inspect.BoundArguments, defaults: GenerationConfig) 
         return "it searches beams or returns several sequences"
     if asked("guidance_scale") not in (None, 1, 1.0) or asked("use_cache") is False:
         return "guidance_scale or use_cache=False needs plain decoding"
+    if asked("cache_implementation") not in ROLLBACK_CACHES:
+        return f"cache_implementation={asked('cache_implementation')!r} cannot be rolled back"
     kwargs = call.arguments.get("kwargs", {})
     given = (call.arguments.get("inputs"), kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
     if any(tensor is not None and tensor.shape[0] > 1 for tensor in given):

@@ -17,6 +17,7 @@ from ..modeling.target import input_embedding
 from .assisted_call import AssistedCall, CallOptions, draft_after_prefill
 from .cache_reuse import Resumption, resume
 from .call_checks import (
+    ROLLBACK_CACHES,
     drafting_obstacle,
     names_no_assistant,
     prompt_length,
@@ -130,7 +131,7 @@ class HybridSpecGenerationMixin:
             super()._prepare_cache_for_generation(
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
-        elif kind in (None, "dynamic", "hybrid", *ALL_STATIC_CACHE_IMPLEMENTATIONS):
+        elif kind in ROLLBACK_CACHES:
             is_static = kind in ALL_STATIC_CACHE_IMPLEMENTATIONS
             # A block may reach beyond the last token that is kept.
             model_kwargs["cache"] = HybridCache(self.config, max_cache_length + MAX_ROWS if is_static else None)

@@ -13,7 +13,7 @@ from hf_hybridspec.generation.length_policies import LengthPolicy, Static
 from hf_hybridspec.modeling.block_buffers import BlockBuffers
 from hf_hybridspec.modeling.hybrid_cache import GatedDeltaLayer
 from tests.scenarios import LOOPS, assisted, plain, scripted
-from tests.support import TARGETS, random_prompt
+from tests.support import random_prompt
 
 # fp32: a block's states are sums over its rows, plain decoding's a recurrence; four layers of hidden size 32.
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
@@ -97,7 +97,7 @@ def test_c11_fails_if_one_of_the_two_states_is_left_behind(target_pairs, monkeyp
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_c02_two_reject_patterns_give_equal_logits(pair, loop):
-    options = {"max_new_tokens": 96, "return_dict_in_generate": True, "output_logits": True}
+    options = {"max_new_tokens": 64, "return_dict_in_generate": True, "output_logits": True}
     logits = []
     for pattern in ([1, 0, 4, 2], [15, 3, 9]):
         drafter = scripted(pair.reference, pattern)
@@ -136,10 +136,10 @@ def test_c10_rejections_in_a_row_under_changing_lengths(pair, loop):
         pair.prompt,
         scripted(pair.reference, num_right),
         loop,
-        max_new_tokens=160,
+        max_new_tokens=96,
         length_policy=CyclingLengths(lengths),
     )
-    assert torch.equal(output, pair.reference[:, :169])
+    assert torch.equal(output, pair.reference[:, :105])
     statistics = pair.attached.generation_statistics
     assert len(set(statistics.verification_lengths)) > 10
     rejecting = [
@@ -149,7 +149,7 @@ def test_c10_rejections_in_a_row_under_changing_lengths(pair, loop):
 
 
 @pytest.mark.parametrize("length", range(2, 17))
-@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_c14_every_verification_length(target_pairs, loop, kind, length):
     pair = target_pairs[kind]

@@ -123,7 +123,7 @@ def fail(pair, prompt, drafter, loop, fault, **options):
     make_options, break_layer, calls, error = FAULTS[fault]
     countdown = Countdown(calls, error)
     with pytest.raises(error), break_layer(pair, countdown):
-        assisted(pair.attached, prompt, drafter, loop, max_new_tokens=40, **make_options(countdown), **options)
+        assisted(pair.attached, prompt, drafter, loop, max_new_tokens=24, **make_options(countdown), **options)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -153,18 +153,18 @@ def test_c34_a_failed_first_turn(target_pairs, loop, kind_of_cache, fault):
     drafter = scripted(pair.reference)
     fail(pair, pair.prompt, drafter, loop, fault, **given)
     drafter.script(pair.reference[0], MIXED)
-    output = assisted(pair.attached, pair.prompt, drafter, loop, max_new_tokens=40, **given)
-    assert torch.equal(output, pair.reference[:, :49])
+    output = assisted(pair.attached, pair.prompt, drafter, loop, max_new_tokens=24, **given)
+    assert torch.equal(output, pair.reference[:, :33])
 
 
 def two_turns_with_a_fault(pair, loop, fault):
     drafter = scripted(pair.reference)
     cache = assisted(pair.attached, pair.prompt, drafter, loop, max_new_tokens=12, return_dict_in_generate=True).cache
     whole = torch.cat([pair.reference[:, :21], random_prompt(5, seed=2)], dim=1)
-    expected = pair.generate_plainly(whole, max_new_tokens=40)
+    expected = pair.generate_plainly(whole, max_new_tokens=24)
     fail(pair, whole, drafter.script(expected[0], MIXED), loop, fault, cache=cache)
     drafter.script(expected[0], MIXED)
-    output = assisted(pair.attached, whole, drafter, loop, max_new_tokens=40, cache=cache)
+    output = assisted(pair.attached, whole, drafter, loop, max_new_tokens=24, cache=cache)
     return output, expected, cache
 
 

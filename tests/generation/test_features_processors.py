@@ -49,10 +49,10 @@ def moe(target_pairs):
 @pytest.mark.parametrize("name", GREEDY)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_greedy_output_equals_plain_decoding(moe, loop, name):
-    expected = plain(moe.stock, moe.prompt, max_new_tokens=48, **GREEDY[name])
+    expected = plain(moe.stock, moe.prompt, max_new_tokens=32, **GREEDY[name])
     without = moe.reference[:, : expected.shape[1]]
     assert name == "renormalize" or not torch.equal(expected, without)
-    output = assisted(moe.attached, moe.prompt, scripted(expected), loop, max_new_tokens=48, **GREEDY[name])
+    output = assisted(moe.attached, moe.prompt, scripted(expected), loop, max_new_tokens=32, **GREEDY[name])
     assert torch.equal(output, expected)
     assert moe.attached.generation_statistics.rounds > 1
 
@@ -75,7 +75,7 @@ def test_the_round_loop_shows_a_processor_the_prefixes_of_plain_decoding(moe):
 @pytest.mark.parametrize("name", SAMPLING)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_sampling_is_reproducible_and_never_leaves_what_the_processors_allow(moe, loop, name):
-    options = {"max_new_tokens": 32, "do_sample": True, **SAMPLING[name]}
+    options = {"max_new_tokens": 12, "do_sample": True, **SAMPLING[name]}
     drafter = scripted(moe.reference, [15])
     outputs = []
     for seed in (5, 5, 6):
@@ -86,6 +86,7 @@ def test_sampling_is_reproducible_and_never_leaves_what_the_processors_allow(moe
                 moe.prompt,
                 drafter,
                 loop,
+                length_policy="static:4",
                 return_dict_in_generate=True,
                 output_scores=True,
                 **options,
