@@ -13,10 +13,11 @@ SECTIONS = {
     "hf_hybridspec.kernels": "tensors in, tensors out; knows no model, cache or config",
     "hf_hybridspec.bundled": "small trained models and held-out prompts",
     "hf_hybridspec.modeling": "modules and caches",
-    "hf_hybridspec.generation": "the two loops and how generate() reaches them; of calibration, it reads the profile only",
+    "hf_hybridspec.generation": "the two loops, and how generate() reaches them; reads profiles only of calibration",
     "hf_hybridspec.calibration": "measuring a pair",
     "hf_hybridspec.bench": "comparing decoding systems",
     "hf_hybridspec.cli": "the command hf-hybridspec",
+    "hf_hybridspec": "the public names",
     "training": "scripts that train ReaDy adapters; `tiny/` builds the bundled models",
     "benchmarks": "what produced the numbers in README and `results/`",
 }
@@ -54,7 +55,9 @@ def imported(module: str, path: Path) -> set[str]:
 
 def modules_of(section: str) -> list[str]:
     """Modules of a section, imported ones first, else by name."""
-    files = (REPOSITORY / section.replace(".", "/")).rglob("*.py")
+    folder = REPOSITORY / section.replace(".", "/")
+    # The package's own section does not repeat those of its folders.
+    files = folder.glob("*.py") if section == "hf_hybridspec" else folder.rglob("*.py")
     paths = {module_of(path): path for path in files}
     sorter = TopologicalSorter(
         {module: imported(module, path) & paths.keys() - {module} for module, path in paths.items()}

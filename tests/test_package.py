@@ -119,8 +119,8 @@ assert not changed, changed
 def test_every_module_is_in_the_structure_page():
     page = (REPOSITORY / "docs" / "STRUCTURE.md").read_text(encoding="utf-8")
     told = [path for path in OURS if ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))]
-    empty = [path for path in OURS if not path.read_text(encoding="utf-8").strip()]
-    assert set(told) | set(empty) == set(OURS), "every module has a docstring"
+    # A package's own file may do no more than pass names on.
+    assert not [path for path in set(OURS) - set(told) if path.name != "__init__.py"], "every module has a docstring"
     missing = [name for name in names_of(told) if f"`{name}`" not in page]
     assert not missing, "run `make structure`"
     stale = [name for name in re.findall(r"^- `(.+?)`", page, re.MULTILINE) if not (REPOSITORY / name).is_file()]
