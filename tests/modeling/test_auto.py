@@ -115,7 +115,7 @@ def test_a_target_folder_is_named_as_such(tmp_path):
 
 def test_an_adapter_folder_is_named_as_such(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="lacks adapter_model.safetensors, so it is no adapter"):
+    with pytest.raises(ValueError, match=r"lacks adapter_model.safetensors, so it is no adapter"):
         AutoDrafter.from_pretrained(tmp_path)
 
 
