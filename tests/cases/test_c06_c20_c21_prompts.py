@@ -31,9 +31,8 @@ def test_c06_a_near_tie_at_the_first_token_does_not_flip(loop):
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
-@pytest.mark.parametrize("cache_implementation", ["dynamic", "static"])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_c20_prompts_shorter_than_the_convolution(pair, loop, cache_implementation, length):
+def test_c20_prompts_shorter_than_the_convolution(pair, loop, length):
     prompt = random_prompt(length, seed=5)
     expected = pair.generate_plainly(prompt, max_new_tokens=24)
     output = assisted(
@@ -42,7 +41,8 @@ def test_c20_prompts_shorter_than_the_convolution(pair, loop, cache_implementati
         scripted(expected, [0, 1, 2, 15]),
         loop,
         max_new_tokens=24,
-        cache_implementation=cache_implementation,
+        # Both kinds of cache see an even and an odd length in every loop.
+        cache_implementation="static" if (length > 2) == (loop == "round") else "dynamic",
     )
     assert torch.equal(output, expected)
 

@@ -138,7 +138,7 @@ def test_chunked_prefill_gives_the_same_text_and_the_whole_context(moe, loop, ch
     assert torch.equal(context.layers[0].positions, torch.arange(context.length))
 
 
-@pytest.mark.parametrize("num_new", [1, 2, 7, 24])
+@pytest.mark.parametrize("num_new", [1, 2, 24])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_users_static_cache_may_be_just_large_enough(pair, loop, num_new):
     cache = StaticCache(config=pair.attached.config, max_cache_len=9 + num_new - 1)
