@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from hf_hybridspec.modeling.dflash.modeling_dflash import DFlashDrafter
-from tests.generation.test_features_inputs import image_inputs
-from tests.scenarios import LOOPS, assisted, plain, scripted
+from tests.scenarios import LOOPS, assisted, image_inputs, plain, scripted
 from tests.support import drafter_config, random_prompt
 
 WINDOW = 12

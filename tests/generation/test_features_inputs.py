@@ -9,30 +9,13 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache, pipeli
 import hf_hybridspec
 from hf_hybridspec.modeling.hybrid_cache import HybridCache
 from tests.conftest import character_tokenizer
-from tests.scenarios import LOOPS, assisted, plain, scripted
+from tests.scenarios import IMAGE, LOOPS, assisted, image_inputs, plain, scripted
 from tests.support import random_prompt, random_target
-
-IMAGE, VISION_START, VISION_END = 100, 102, 103
 
 
 @pytest.fixture
 def moe(target_pairs):
     return target_pairs["qwen3_5_moe"]
-
-
-def image_inputs(num_images: int = 1) -> dict:
-    """A prompt with images of 4 x 4 patches, which the vision tower merges to 4 tokens each."""
-    generator = torch.Generator().manual_seed(3)
-    image = [VISION_START, *[IMAGE] * 4, VISION_END]
-    ids = [7, 12, *image * num_images, 33, 5, 61]
-    input_ids = torch.tensor([ids])
-    return {
-        "input_ids": input_ids,
-        "attention_mask": torch.ones_like(input_ids),
-        "mm_token_type_ids": (input_ids == IMAGE).long(),
-        "pixel_values": torch.randn(16 * num_images, 3 * 2 * 4 * 4, generator=generator),
-        "image_grid_thw": torch.tensor([[1, 4, 4]] * num_images),
-    }
 
 
 @pytest.mark.parametrize("loop", LOOPS)
