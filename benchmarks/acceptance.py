@@ -131,6 +131,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     torch.set_num_threads(1)
+    # Before the models are read: the checkout may move on while they are measured.
+    environment = describe_environment(options.commit)
     target = HybridSpecModelForCausalLM.from_pretrained(resolve(options.target), dtype=torch.float32).eval()
     drafter = AutoDrafter.from_pretrained(options.drafter, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(resolve(options.target))
@@ -139,7 +141,7 @@ def main(arguments: list[str] | None = None) -> None:
     result = measure(Pair(target, drafter, DecodeSettings(options.max_new_tokens)), prompts, options)
     names = ("target", "drafter", "prompts", "per_kind", "thinking", "max_new_tokens")
     settings = {name: getattr(options, name) for name in names} | {"dtype": "float32", "threads": 1}
-    record = {"environment": describe_environment(options.commit), "settings": settings} | result
+    record = {"environment": environment, "settings": settings} | result
     options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
