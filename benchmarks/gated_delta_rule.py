@@ -106,6 +106,7 @@ class CapturedRounds:
 def capture(rounds: list[Callable[[], None]]) -> CapturedRounds:
     """One graph that runs the given rounds one after another, each warmed up before."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         rounds[0]()
     torch.cuda.synchronize()
