@@ -274,11 +274,13 @@ def one_row_too_many(monkeypatch):
     )
 
 
+BREAKAGES = (no_state_commit, no_convolution_commit, no_crop_of_keys_and_values, one_row_too_many)
+
+
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize(
-    "breakage", [no_state_commit, no_convolution_commit, no_crop_of_keys_and_values, one_row_too_many]
-)
-def test_the_comparison_fails_with_a_broken_commit(pair, loop, breakage, monkeypatch):
+@pytest.mark.parametrize("breakage", BREAKAGES)
+def test_the_comparison_fails_with_a_broken_commit(loop, breakage, target_pairs, monkeypatch):
+    pair = target_pairs[TARGETS[BREAKAGES.index(breakage)]]
     breakage(monkeypatch)
     drafter = scripted(pair.reference, EVERY_COUNT)
     output = assisted(pair.attached, pair.prompt, drafter, loop, max_new_tokens=80, length_policy=Full())

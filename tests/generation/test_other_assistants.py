@@ -10,7 +10,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from hf_hybridspec import HybridCache, attach
 from tests.support import HIDDEN_SIZE, TARGETS, VOCAB_SIZE, random_prompt, random_target
 
-NUM_NEW = 40
+NUM_NEW = 24
 TEXT_TARGETS = TARGETS[:3]
 
 
