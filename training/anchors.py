@@ -7,15 +7,12 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hf_hybridspec.modeling.drafter import Drafter
 from hf_hybridspec.modeling.drafter_config import Alignment, AttentionSpan
-from hf_hybridspec.modeling.drafter_layers import BlockInput, KeyValues, Rotation
 
 
 @dataclass(frozen=True)
@@ -97,33 +94,3 @@ def lay_out_blocks(
     supervised = supervised & (wanted < length) & (rows >= alignment.first_draft_row) & valid.unsqueeze(-1)
     labels = labels.masked_fill(~supervised, 0)
     return BlockLayout(anchors, valid, positions.flatten(1), labels, supervised)
-
-
-def _rotation(drafter: Drafter, positions: Tensor) -> Rotation:
-    """cos and sin of positions [B, R], in the drafter's dtype."""
-    cos, sin = drafter.rotary_emb(drafter.fc.weight, positions)
-    return Rotation(cos.unsqueeze(1), sin.unsqueeze(1))
-
-
-def project_features(drafter: Drafter, features: Tensor) -> list[KeyValues]:
-    """Every layer's context of whole sequences: features [B, S, K*H] of positions 0..S-1; differentiable."""
-    fused = drafter.hidden_norm(drafter.fc(features.to(drafter.fc.weight.dtype)))
-    positions = torch.arange(features.shape[1], device=features.device).unsqueeze(0)
-    rotation = _rotation(drafter, positions)
-    return [layer.self_attn.keys_values(fused, rotation) for layer in drafter.layers]
-
-
-def block_forward(drafter: Drafter, tokens: Tensor, context: Sequence[KeyValues], layout: BlockLayout) -> Tensor:
-    """Hidden rows [B, N, R, H], after the final norm, of all blocks of all sequences at once.
-
-    The same layers as `Drafter.forward`, with a batch of sequences. tokens: [B, S] int64, read at the anchors.
-    """
-    rows = layout.rows_per_block
-    length = tokens.shape[1]
-    anchors = tokens.gather(1, layout.anchors.clamp(max=length - 1))
-    hidden = drafter.embed_block(anchors.flatten(), rows).view(len(tokens), -1, drafter.config.hidden_size)
-    rotation = _rotation(drafter, layout.positions)
-    masks = {span: layout.mask(span, length) for span in set(drafter.spans)}
-    for layer, span, key_values in zip(drafter.layers, drafter.spans, context, strict=True):
-        hidden = layer(hidden, BlockInput(rotation, key_values, masks[span], rows))
-    return drafter.norm(hidden).unflatten(1, (-1, rows))

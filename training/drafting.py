@@ -5,7 +5,7 @@ The layers, masks and embeddings are those of drafting; `tests/training/test_equ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_hybridspec.modeling.drafter import Drafter
 from hf_hybridspec.modeling.drafter_config import AttentionSpan
-from hf_hybridspec.modeling.drafter_layers import BlockInput, Rotation
-from training.anchors import BlockLayout, project_features
+from hf_hybridspec.modeling.drafter_layers import BlockInput, KeyValues, Rotation
+from training.anchors import BlockLayout
 
 
 def draft_hidden(
@@ -33,15 +33,35 @@ def draft_hidden(
         recurrent_states: target layer -> [B * N, HV, K, V]; needed where the drafter reads states.
         gradient_checkpointing: keep a layer's input only and run the layer again in the backward pass.
     """
-    rows = layout.rows_per_block
-    length = features.shape[1]
-    anchors = tokens.gather(1, layout.anchors)
-    hidden = drafter.embed_block(anchors.flatten(), rows).view(len(tokens), -1, drafter.config.hidden_size)
-    cos, sin = drafter.rotary_emb(drafter.fc.weight, layout.positions)
-    rotation = Rotation(cos.unsqueeze(1), sin.unsqueeze(1))
-    masks = {span: _mask(layout, span, length) for span in set(drafter.spans)}
-    states = drafter.gather_states(recurrent_states)
     context = project_features(drafter, features)
+    return block_forward(drafter, tokens, context, layout, recurrent_states, gradient_checkpointing)
+
+
+def project_features(drafter: Drafter, features: Tensor) -> list[KeyValues]:
+    """Every layer's context of whole sequences: features [B, C, taps * hidden] of positions 0..C-1."""
+    fused = drafter.hidden_norm(drafter.fc(features.to(drafter.fc.weight.dtype)))
+    rotation = _rotation(drafter, torch.arange(features.shape[1], device=features.device).unsqueeze(0))
+    return [layer.self_attn.keys_values(fused, rotation) for layer in drafter.layers]
+
+
+def block_forward(
+    drafter: Drafter,
+    tokens: Tensor,
+    context: Sequence[KeyValues],
+    layout: BlockLayout,
+    recurrent_states: Mapping[int, Tensor] | None = None,
+    gradient_checkpointing: bool = False,
+) -> Tensor:
+    """As `draft_hidden`, from a context that `project_features` made before, for several layouts over one text.
+
+    The anchors of blocks that are not valid may lie beyond the sequence.
+    """
+    rows = layout.rows_per_block
+    anchors = tokens.gather(1, layout.anchors.clamp(max=tokens.shape[1] - 1))
+    hidden = drafter.embed_block(anchors.flatten(), rows).view(len(tokens), -1, drafter.config.hidden_size)
+    rotation = _rotation(drafter, layout.positions)
+    masks = {span: _mask(layout, span, context[0].keys.shape[-2]) for span in set(drafter.spans)}
+    states = drafter.gather_states(recurrent_states)
     for layer, span, key_values in zip(drafter.layers, drafter.spans, context, strict=True):
         block = BlockInput(rotation, key_values, masks[span], rows, states)
         if gradient_checkpointing and torch.is_grad_enabled():
@@ -49,6 +69,12 @@ def draft_hidden(
         else:
             hidden = layer(hidden, block)
     return drafter.norm(hidden).unflatten(1, (-1, rows))
+
+
+def _rotation(drafter: Drafter, positions: Tensor) -> Rotation:
+    """cos and sin of positions [B, R], in the drafter's dtype."""
+    cos, sin = drafter.rotary_emb(drafter.fc.weight, positions)
+    return Rotation(cos.unsqueeze(1), sin.unsqueeze(1))
 
 
 def _mask(layout: BlockLayout, span: AttentionSpan, length: int) -> Tensor | None:

@@ -21,7 +21,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3_5MoeForCa
 
 from hf_hybridspec.bundled import resolve
 from hf_hybridspec.modeling.dflash import DFlashDrafter
-from training.anchors import block_forward, lay_out_blocks, project_features
+from training.anchors import lay_out_blocks
+from training.drafting import block_forward, project_features
 from training.tiny.fast_target import fast_forms
 from training.tiny.regenerate import answer_batch
 from training.tiny.train_dflash import tapped_features

@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen3_5MoeForCausalLM
 
 from hf_hybridspec.modeling.dflash import DFlashConfig, DFlashDrafter
-from training.anchors import BlockLayout, block_forward, lay_out_blocks, project_features, sample_anchors
+from training.anchors import BlockLayout, lay_out_blocks, sample_anchors
+from training.drafting import draft_hidden
 from training.losses import decay_weights, survival_weights, weighted_cross_entropy
 from training.tiny.fast_target import fast_forms
 from training.tiny.optimizers import MasterAdamW, schedule
@@ -203,7 +204,7 @@ def train_step(drafter: DFlashDrafter, store: FeatureStore, options: argparse.Na
     tokens, answer_mask, features = store.batch(options.rows)
     anchors, valid = sample_anchors(answer_mask, options.anchors)
     layout = lay_out_blocks(tokens, answer_mask, anchors, valid, drafter.block_size, drafter.alignment)
-    logits = drafter.logits(block_forward(drafter, tokens, project_features(drafter, features), layout))
+    logits = drafter.logits(draft_hidden(drafter, tokens, features, layout))
     loss = drafter_loss(logits, layout, drafter.alignment.first_draft_row, options.gamma, survival)
     loss.backward()
     return loss.detach(), logits.detach(), layout
