@@ -329,11 +329,20 @@ def test_info_of_nothing(hybridspec):
 # ----------------------------------------------------------------------------------------------------- process
 
 
-def _process(saved_pair, *arguments, **kwargs):
+def _hear_interrupts():
+    """A job started in the background ignores SIGINT, and so would its children."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _process(saved_pair, *arguments):
     command = [sys.executable, "-m", "hf_hybridspec", "generate", "--prompt", "Hello.", "--device", "cpu"]
     pair = ["--target", str(saved_pair.target), "--drafter", str(saved_pair.drafter)]
     return subprocess.Popen(
-        [*command, *pair, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
+        [*command, *pair, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=_hear_interrupts,
     )
 
 
