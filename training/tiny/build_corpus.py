@@ -4,7 +4,7 @@
     python -m training.tiny.build_corpus --output runs/corpus --from-folder FOLDER  # texts already at hand
 
 The worked problems are generated with reasoning-gym (`pip install reasoning-gym==0.1.25`); the ten generators of
-`HELDOUT_TEMPLATES` appear in `heldout/` only. `manifest.json` records package, version, licence and the sha256 of
+`HELDOUT_TEMPLATES` appear in `heldout/` only. More, in `train/` only, come from `word_problems`. `manifest.json` records package, version, licence and the sha256 of
 every source's text.
 """
 
@@ -36,6 +36,7 @@ from training.tiny.documents import (
     write_documents,
 )
 from training.tiny.sources import SOURCES, Source
+from training.tiny.word_problems import word_problem_dialogues
 
 # A longer document is a whole book that the package also holds chapter by chapter.
 COLLECTION_CHARACTERS = 500_000
@@ -101,6 +102,12 @@ def write_gsm(generators: dict, output: Path, train_count: int, heldout_count: i
     }
 
 
+def write_word_problems(output: Path, count: int, seed: int) -> dict:
+    """Worked problems of this project's own families: training text only."""
+    write_dialogues(output / "train" / "chat_problems.jsonl.xz", word_problem_dialogues(count, seed))
+    return {"package": "training.tiny.word_problems", "licence": "Apache-2.0", "train_dialogues": count}
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
@@ -108,6 +115,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sources", nargs="*", help="names of the sources to build; all by default")
     parser.add_argument("--gsm-train", type=int, default=120_000)
     parser.add_argument("--gsm-heldout", type=int, default=2_000)
+    parser.add_argument("--word-problems", type=int, default=150_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
 
@@ -131,6 +139,10 @@ def main(arguments: list[str] | None = None) -> None:
         )
         manifest_path.write_text(json.dumps(manifest, indent=1))
         print("chat_gsm", manifest["chat_gsm"], flush=True)
+    if options.word_problems and "chat_problems" not in manifest:
+        manifest["chat_problems"] = write_word_problems(options.output, options.word_problems, options.seed)
+        manifest_path.write_text(json.dumps(manifest, indent=1))
+        print("chat_problems", manifest["chat_problems"], flush=True)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from training.tiny.documents import Dialogue, read_dialogues
 
 # Kind -> (pattern of dialogue files, training prompts, times each is used, held-out prompts).
 CHOICES = {
-    "gsm": (("chat_gsm", 30_000, 1, 40),),
+    "gsm": (("chat_gsm", 15_000, 1, 40), ("chat_problems", 15_000, 1, 0)),
     "code": (("chat_codeio", 3_000, 2, 20), ("code_", 12_000, 1, 20)),
     "dialogue": (("chat_factbook", 6_000, 1, 20), ("chat_chatterbot", 900, 2, 20)),
     "prose": (("prose_", 6_000, 1, 40),),

@@ -24,6 +24,7 @@ from training.tiny.documents import read_dialogues, read_documents
 # File name prefix -> domain, the longest prefix first.
 DOMAINS = {
     "chat_gsm": "gsm",
+    "chat_problems": "problems",
     "chat_codeio": "codeio",
     "chat_factbook": "factbook",
     "chat_chatterbot": "chatter",

@@ -34,10 +34,11 @@ from training.tiny.target_config import target_config
 
 # Share of each domain in a training step.
 MIXTURE = {
-    "gsm": 0.24,
+    "gsm": 0.08,
+    "problems": 0.20,
     "codeio": 0.08,
-    "code": 0.20,
-    "code_chat": 0.14,
+    "code": 0.18,
+    "code_chat": 0.12,
     "prose": 0.06,
     "prose_chat": 0.08,
     "dictionary": 0.06,
