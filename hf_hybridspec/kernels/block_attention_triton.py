@@ -1,0 +1,248 @@
+"""Block attention in Triton: one launch for the inputs, two for the attention (split over keys, then combined).
+
+Keys are cut into chunks at fixed absolute positions; chunk j belongs to program j mod P of its head. P depends on the
+device alone, so the launch never depends on the length, a long context uses every multiprocessor, and a row's result
+does not depend on the number of rows in its block. All query heads of one key head and all rows share one tile.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from .block_attention import HeadNorms
+from .common_triton import launch_device
+
+# Keys of one chunk: short contexts run in parallel over chunks, while each chunk in use costs a combined row.
+CHUNK = 128
+# Splits that one step of the combination reads.
+COMBINED = 16
+# What the interpreter assumes; enough for chunks to wrap around in tests.
+INTERPRETED_PROGRAMS = 4
+
+LOG2_E = 1.4426950408889634
+# Stands for the maximum of no scores: finite, so that differences of it are numbers.
+LOWEST = tl.constexpr(-1e30)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows (query heads of a group times block rows) and keys of one program's step, warps and pipeline stages."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def _tile(num_rows: int, size: int, dtype: torch.dtype) -> Tile:
+    """The tile for `num_rows` rows of one key head of `size` entries.
+
+    Both 16-bit tiles give a warp 16 rows and all keys of a step, so that a row is summed alike in both; a smaller tile
+    for few rows would use another instruction of the tensor cores, with another order.
+    """
+    if dtype == torch.float32:
+        return Tile(16, block_n=16, num_warps=4, num_stages=1)
+    block_n = 32 if size > 128 else 64
+    if num_rows <= 64:
+        return Tile(64, block_n, num_warps=4, num_stages=3)
+    return Tile(128, block_n, num_warps=8, num_stages=3)
+
+
+@cache
+def _programs_per_head(heads: int, device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETED_PROGRAMS
+    return max(1, torch.cuda.get_device_properties(device).multi_processor_count // heads)
+
+
+@triton.jit
+def _normalise(p_head, p_scale, o_d, m_d, rstd, DTYPE: tl.constexpr):
+    """Entries `o_d` of one head, normalised, scaled and rounded."""
+    b_head = tl.load(p_head + o_d, mask=m_d, other=0.0).to(tl.float32)
+    b_scale = tl.load(p_scale + o_d, mask=m_d, other=0.0)
+    return (b_head * rstd * b_scale).to(DTYPE)
+
+
+@triton.jit
+def _inputs_kernel(
+    projected, query_scale, key_scale, cos, sin, key_cache, value_cache, committed, query, eps,
+    stride_pn, stride_cn, stride_sn, stride_kh, stride_ks, stride_vh, stride_vs,
+    QUERIES: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    BD: tl.constexpr,
+):  # fmt: skip
+    i_r, i_h = tl.program_id(0), tl.program_id(1)
+    o_d = tl.arange(0, BD)
+    m_d = o_d < D
+    DTYPE: tl.constexpr = projected.dtype.element_ty
+    position = (tl.load(committed) + i_r).to(tl.int64)
+    p_row = projected + i_r.to(tl.int64) * stride_pn
+    if i_h < QUERIES + HEADS:
+        p_head, p_scale = p_row + i_h * WIDTH, query_scale
+        p_out = query + (i_r * QUERIES + i_h) * D
+        if i_h >= QUERIES:
+            i_k = i_h - QUERIES
+            p_head, p_scale = p_row + QUERIES * WIDTH + i_k * D, key_scale
+            p_out = key_cache + i_k.to(tl.int64) * stride_kh + position * stride_ks
+        b_wide = tl.load(p_head + o_d, mask=m_d, other=0.0).to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(b_wide * b_wide, axis=0) / D + eps)
+        b_head = _normalise(p_head, p_scale, o_d, m_d, rstd, DTYPE)
+        # The other half's entry, with the sign of the rotation.
+        m_r = o_d < R
+        o_other = tl.where(o_d < R // 2, o_d + R // 2, o_d - R // 2)
+        b_other = _normalise(p_head, p_scale, o_other, m_r, rstd, DTYPE)
+        b_other = tl.where(o_d < R // 2, -b_other, b_other)
+        b_cos = tl.load(cos + i_r * stride_cn + o_d, mask=m_r, other=0.0)
+        b_sin = tl.load(sin + i_r * stride_sn + o_d, mask=m_r, other=0.0)
+        b_turned = (b_head * b_cos).to(tl.float32) + (b_other * b_sin).to(tl.float32)
+        tl.store(p_out + o_d, tl.where(m_r, b_turned.to(DTYPE), b_head), mask=m_d)
+    else:
+        i_k = i_h - QUERIES - HEADS
+        b_value = tl.load(p_row + QUERIES * WIDTH + (HEADS + i_k) * D + o_d, mask=m_d)
+        tl.store(value_cache + i_k.to(tl.int64) * stride_vh + position * stride_vs + o_d, b_value, mask=m_d)
+
+
+@triton.jit
+def _chunks(committed, num_rows, WINDOW: tl.constexpr, FROM_ANCHOR: tl.constexpr, CHUNK: tl.constexpr):
+    """First and last chunk that any row sees; WINDOW 0 means no window."""
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(committed - WINDOW + (0 if FROM_ANCHOR else 1), 0)
+    return first // CHUNK, (committed + num_rows - 1) // CHUNK
+
+
+@triton.jit
+def _visible(o_k, o_i, committed, num_rows, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, FROM_ANCHOR: tl.constexpr):
+    """`[rows, keys]`, whether block row o_i sees key o_k."""
+    b_back = committed + o_i[:, None] - o_k[None, :]
+    m_seen = (o_k < committed + num_rows)[None, :] & (o_i < num_rows)[:, None]
+    if CAUSAL:
+        m_seen = m_seen & (b_back >= 0)
+    if WINDOW > 0:
+        if FROM_ANCHOR:
+            m_seen = m_seen & (o_k >= committed - WINDOW)[None, :]
+        else:
+            m_seen = m_seen & (b_back < WINDOW) & (b_back > -WINDOW)
+    return m_seen
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _attention_kernel(
+    query, key_cache, value_cache, committed_length, partial, statistics, scale, num_rows,
+    stride_qn, stride_qh, stride_kh, stride_ks, stride_vh, stride_vs,
+    QUERIES: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    FROM_ANCHOR: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    i_p, i_h, i_m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    committed = tl.load(committed_length)
+    first, last = _chunks(committed, num_rows, WINDOW, FROM_ANCHOR, CHUNK)
+    # First chunk of this program that is not before `first`.
+    start = first + (i_p + PROGRAMS - first % PROGRAMS) % PROGRAMS
+    if start <= last:
+        o_m, o_d = i_m * BM + tl.arange(0, BM), tl.arange(0, BD)
+        o_i, o_h = o_m // GROUP, i_h * GROUP + o_m % GROUP
+        m_m, m_d = o_i < num_rows, o_d < D
+        p_query = query + o_i[:, None].to(tl.int64) * stride_qn + o_h[:, None] * stride_qh + o_d[None, :]
+        b_query = tl.load(p_query, mask=m_m[:, None] & m_d[None, :], other=0.0)
+        p_keys, p_values = key_cache + i_h.to(tl.int64) * stride_kh, value_cache + i_h.to(tl.int64) * stride_vh
+        b_max = tl.full([BM], LOWEST, tl.float32)
+        b_total = tl.zeros([BM], tl.float32)
+        b_sum = tl.zeros([BM, BD], tl.float32)
+        STEPS: tl.constexpr = CHUNK // BN
+        num_steps = ((last - start) // PROGRAMS + 1) * STEPS
+        for step in range(num_steps):
+            o_k = (start + step // STEPS * PROGRAMS) * CHUNK + step % STEPS * BN + tl.arange(0, BN)
+            m_kd = (o_k < committed + num_rows)[:, None] & m_d[None, :]
+            b_keys = tl.load(p_keys + o_k[:, None].to(tl.int64) * stride_ks + o_d[None, :], mask=m_kd, other=0.0)
+            b_scores = tl.dot(b_query, tl.trans(b_keys), input_precision=PRECISION) * scale
+            m_seen = _visible(o_k, o_i, committed, num_rows, CAUSAL, WINDOW, FROM_ANCHOR)
+            b_scores = tl.where(m_seen, b_scores, float("-inf"))
+            b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1))
+            b_probs = tl.exp2(b_scores - b_new_max[:, None])
+            b_kept = tl.exp2(b_max - b_new_max)
+            b_total = b_total * b_kept + tl.sum(b_probs, axis=1)
+            b_values = tl.load(p_values + o_k[:, None].to(tl.int64) * stride_vs + o_d[None, :], mask=m_kd, other=0.0)
+            b_sum = b_sum * b_kept[:, None]
+            b_sum = tl.dot(b_probs.to(b_values.dtype), b_values, acc=b_sum, input_precision=PRECISION)
+            b_max = b_new_max
+        o_part = (o_i * QUERIES + o_h).to(tl.int64) * PROGRAMS + i_p
+        tl.store(partial + o_part[:, None] * D + o_d[None, :], b_sum, mask=m_m[:, None] & m_d[None, :])
+        tl.store(statistics + o_part * 2, b_max, mask=m_m)
+        tl.store(statistics + o_part * 2 + 1, b_total, mask=m_m)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _combine_kernel(
+    partial, statistics, committed_length, output, num_rows,
+    D: tl.constexpr, WINDOW: tl.constexpr, FROM_ANCHOR: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS: tl.constexpr,
+    COMBINED: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    i_row = tl.program_id(0).to(tl.int64)
+    first, last = _chunks(tl.load(committed_length), num_rows, WINDOW, FROM_ANCHOR, CHUNK)
+    o_d, o_all = tl.arange(0, BD), tl.arange(0, BP)
+    m_d = o_d < D
+    p_statistics = statistics + i_row * PROGRAMS * 2
+    m_all = (o_all < PROGRAMS) & ((o_all + PROGRAMS - first % PROGRAMS) % PROGRAMS <= last - first)
+    largest = tl.max(tl.load(p_statistics + o_all * 2, mask=m_all, other=LOWEST), axis=0)
+    total = 0.0
+    b_sum = tl.zeros([BD], tl.float32)
+    for step in range((PROGRAMS + COMBINED - 1) // COMBINED):
+        o_p = step * COMBINED + tl.arange(0, COMBINED)
+        m_p = (o_p < PROGRAMS) & ((o_p + PROGRAMS - first % PROGRAMS) % PROGRAMS <= last - first)
+        b_weight = tl.exp2(tl.load(p_statistics + o_p * 2, mask=m_p, other=LOWEST) - largest)
+        total += tl.sum(b_weight * tl.load(p_statistics + o_p * 2 + 1, mask=m_p, other=0.0), axis=0)
+        p_part = partial + (i_row * PROGRAMS + o_p[:, None]) * D + o_d[None, :]
+        b_part = tl.load(p_part, mask=m_p[:, None] & m_d[None, :], other=0.0)
+        b_sum += tl.sum(b_part * b_weight[:, None], axis=0)
+    tl.store(output + i_row * D + o_d, (b_sum / total).to(output.dtype.element_ty), mask=m_d)
+
+
+def attention_inputs(projected, norms: HeadNorms, cos, sin, key_cache, value_cache, committed, eps) -> torch.Tensor:
+    """As `block_attention.attention_inputs`; returns the queries alone."""
+    num_rows, (heads, _, size) = projected.shape[0], key_cache.shape
+    width = 2 * size if norms.is_gated else size
+    num_queries = (projected.shape[1] - 2 * heads * size) // width
+    query = projected.new_empty(num_rows, num_queries, size)
+    projected, cos, sin = (
+        tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (projected, cos, sin)
+    )
+    with launch_device(projected):
+        _inputs_kernel[(num_rows, num_queries + 2 * heads)](
+            projected, norms.query_scale, norms.key_scale, cos, sin, key_cache, value_cache, committed, query, eps,
+            projected.stride(0), cos.stride(0), sin.stride(0), *key_cache.stride()[:2], *value_cache.stride()[:2],
+            QUERIES=num_queries, HEADS=heads, WIDTH=width, D=size, R=cos.shape[1], BD=triton.next_power_of_2(size),
+            num_warps=2,
+        )  # fmt: skip
+    return query
+
+
+def block_attention(
+    query, key_cache, value_cache, committed, scale, causal, window, window_from_anchor
+) -> torch.Tensor:
+    """As `block_attention.block_attention`."""
+    (num_rows, num_queries, size), heads = query.shape, key_cache.shape[0]
+    group = num_queries // heads
+    programs = _programs_per_head(heads, query.device)
+    tile = _tile(num_rows * group, size, query.dtype)
+    span = {"WINDOW": window or 0, "FROM_ANCHOR": window_from_anchor, "CHUNK": CHUNK, "PROGRAMS": programs}
+    sizes = {"D": size, "BD": max(16, triton.next_power_of_2(size))}
+    query = query if query.stride(2) == 1 else query.contiguous()
+    partial = query.new_empty(num_rows, num_queries, programs, size, dtype=torch.float32)
+    statistics = query.new_empty(num_rows, num_queries, programs, 2, dtype=torch.float32)
+    output = query.new_empty(num_rows, num_queries, size)
+    with launch_device(query):
+        _attention_kernel[(programs, heads, triton.cdiv(num_rows * group, tile.block_m))](
+            query, key_cache, value_cache, committed, partial, statistics, scale * LOG2_E, num_rows,
+            *query.stride()[:2], *key_cache.stride()[:2], *value_cache.stride()[:2],
+            QUERIES=num_queries, GROUP=group, CAUSAL=causal, BM=tile.block_m, BN=tile.block_n,
+            PRECISION="ieee" if query.dtype == torch.float32 else "tf32", **span, **sizes,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+        _combine_kernel[(num_rows * num_queries,)](
+            partial, statistics, committed, output, num_rows,
+            COMBINED=COMBINED, BP=triton.next_power_of_2(programs), **span, **sizes, num_warps=4,
+        )  # fmt: skip
+    return output
