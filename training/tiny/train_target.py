@@ -50,9 +50,10 @@ _MEGABYTE = 1024 * 1024
 
 
 class MixedRows:
-    """Rows of every domain on the device, drawn by `MIXTURE`, each domain in shuffled epochs."""
+    """Rows of every domain on the device, drawn by `mixture` (`MIXTURE`), each domain in shuffled epochs."""
 
-    def __init__(self, packed: Path, device: torch.device, seed: int):
+    def __init__(self, packed: Path, device: torch.device, seed: int, mixture: dict[str, float] | None = None):
+        mixture = MIXTURE if mixture is None else mixture
         self._random = np.random.default_rng(seed)
         self._rows: dict[str, Tensor] = {}
         for domain in json.loads((packed / "index.json").read_text())["train"]:
@@ -60,7 +61,7 @@ class MixedRows:
             if len(rows):
                 self._rows[domain] = torch.from_numpy(rows.astype(np.int16)).to(device)
         self._domains = list(self._rows)
-        shares = np.array([MIXTURE[domain] for domain in self._domains])
+        shares = np.array([mixture.get(domain, 0.0) for domain in self._domains])
         self._shares = shares / shares.sum()
         self._order = {domain: np.empty(0, dtype=np.int64) for domain in self._domains}
 
@@ -155,6 +156,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--heldout-rows", type=int, default=192)
     parser.add_argument("--compiled", action="store_true", help="compile the elementwise parts (a minute on a GPU)")
     parser.add_argument("--config", type=json.loads, default={}, help="JSON of config values to change")
+    parser.add_argument("--initial", type=Path, help="target checkpoint to go on from")
+    parser.add_argument("--mixture", type=json.loads, default=MIXTURE, help="JSON of the share of each domain")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
@@ -191,9 +194,13 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     end_ids = [tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = Qwen3_5MoeForCausalLM(target_config(tokenizer, **options.config)).to(device, dtype)
+    if options.initial is None:
+        model = Qwen3_5MoeForCausalLM(target_config(tokenizer, **options.config))
+    else:
+        model = Qwen3_5MoeForCausalLM.from_pretrained(options.initial)
+    model = model.to(device, dtype)
     with fast_forms(options.compiled):
-        log = train(model, MixedRows(options.packed, device, options.seed), end_ids, options)
+        log = train(model, MixedRows(options.packed, device, options.seed, options.mixture), end_ids, options)
     save_target(model, end_ids, options.output)
     with fast_forms():
         log["heldout_loss"] = heldout_losses(model.eval(), options.packed, end_ids[1], options.heldout_rows)
