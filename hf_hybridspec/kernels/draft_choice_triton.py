@@ -81,11 +81,11 @@ def _choice_kernel(
         o_p = tl.arange(0, BP)
         m_p = o_p < PROGRAMS
         p_row = partial + (i_r * PROGRAMS + o_p) * 3
-        b_max = tl.load(p_row, mask=m_p, other=LOWEST, cache_modifier=".cg")
-        b_total = tl.load(p_row + 1, mask=m_p, other=0.0, cache_modifier=".cg")
-        b_moment = tl.load(p_row + 2, mask=m_p, other=0.0, cache_modifier=".cg")
-        b_column = tl.load(partial_column + i_r * PROGRAMS + o_p, mask=m_p, other=0, cache_modifier=".cg")
-        best, total, moment, column = _merge(b_max, b_total, b_moment, b_column)
+        b_bests = tl.load(p_row, mask=m_p, other=LOWEST, cache_modifier=".cg")
+        b_totals = tl.load(p_row + 1, mask=m_p, other=0.0, cache_modifier=".cg")
+        b_moments = tl.load(p_row + 2, mask=m_p, other=0.0, cache_modifier=".cg")
+        b_columns = tl.load(partial_column + i_r * PROGRAMS + o_p, mask=m_p, other=0, cache_modifier=".cg")
+        best, total, moment, column = _merge(b_bests, b_totals, b_moments, b_columns)
         token = column.to(tl.int64)
         if IS_REDUCED:
             token += tl.load(offsets + column)
