@@ -50,7 +50,7 @@ def attention_inputs(
 
     Args:
         projected: `[n, C]` fp32, bf16 or fp16, 1 <= n <= 16, rows q|k|v: C = Hq (D or, gated, 2 D) + 2 Hkv D, each
-            query head followed by its gate.
+            query head followed by its gate. Hq may be 0: context rows only leave keys and values.
         norms: see there.
         cos, sin: `[n, R]` in the dtype of `projected`, both halves of a rotated head; the first R of D are rotated.
         key_cache, value_cache: `[Hkv, S, D]`, dimension D contiguous; rows committed..committed + n - 1 are written.
@@ -64,7 +64,7 @@ def attention_inputs(
     _check_caches(projected, key_cache, value_cache, committed)
     heads, _, size = key_cache.shape
     width = 2 * size if norms.is_gated else size
-    if projected.shape[1] <= 2 * heads * size or (projected.shape[1] - 2 * heads * size) % width:
+    if projected.shape[1] < 2 * heads * size or (projected.shape[1] - 2 * heads * size) % width:
         raise ValueError(
             f"projected must hold whole query heads of {width} and 2 x {heads} heads of {size}, got "
             f"{projected.shape[1]} columns."

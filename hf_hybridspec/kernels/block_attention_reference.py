@@ -17,7 +17,8 @@ def attention_inputs(projected, norms: HeadNorms, cos, sin, key_cache, value_cac
     heads, _, size = key_cache.shape
     queries = projected.shape[1] - 2 * heads * size
     query, key, value = projected.split([queries, heads * size, heads * size], dim=1)
-    query = query.unflatten(1, (-1, 2 * size if norms.is_gated else size))[..., :size]
+    width = 2 * size if norms.is_gated else size
+    query = query.unflatten(1, (queries // width, width))[..., :size]
     key, value = (rows.unflatten(1, (heads, size)) for rows in (key, value))
     positions = committed.long() + torch.arange(projected.shape[0], device=projected.device)
     key = _rotated(_normalised(key, norms.key_scale, eps), cos, sin)

@@ -69,7 +69,7 @@ def _normalise(p_head, p_scale, o_d, m_d, rstd, DTYPE: tl.constexpr):
 @triton.jit
 def _inputs_kernel(
     projected, query_scale, key_scale, cos, sin, key_cache, value_cache, committed, query, eps,
-    stride_pn, stride_cn, stride_sn, stride_kh, stride_ks, stride_vh, stride_vs,
+    length, stride_pn, stride_cn, stride_sn, stride_kh, stride_ks, stride_vh, stride_vs,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
@@ -78,14 +78,18 @@ def _inputs_kernel(
     m_d = o_d < D
     DTYPE: tl.constexpr = projected.dtype.element_ty
     position = (tl.load(committed) + i_r).to(tl.int64)
+    # A caller that left no room loses rows, not memory of others.
+    m_cached = o_d < tl.where(position < length, D, 0)
     p_row = projected + i_r.to(tl.int64) * stride_pn
     if i_h < QUERIES + HEADS:
         p_head, p_scale = p_row + i_h * WIDTH, query_scale
         p_out = query + (i_r * QUERIES + i_h) * D
+        m_out = m_d
         if i_h >= QUERIES:
             i_k = i_h - QUERIES
             p_head, p_scale = p_row + QUERIES * WIDTH + i_k * D, key_scale
             p_out = key_cache + i_k.to(tl.int64) * stride_kh + position * stride_ks
+            m_out = m_cached
         b_wide = tl.load(p_head + o_d, mask=m_d, other=0.0).to(tl.float32)
         rstd = tl.rsqrt(tl.sum(b_wide * b_wide, axis=0) / D + eps)
         b_head = _normalise(p_head, p_scale, o_d, m_d, rstd, DTYPE)
@@ -97,11 +101,11 @@ def _inputs_kernel(
         b_cos = tl.load(cos + i_r * stride_cn + o_d, mask=m_r, other=0.0)
         b_sin = tl.load(sin + i_r * stride_sn + o_d, mask=m_r, other=0.0)
         b_turned = (b_head * b_cos).to(tl.float32) + (b_other * b_sin).to(tl.float32)
-        tl.store(p_out + o_d, tl.where(m_r, b_turned.to(DTYPE), b_head), mask=m_d)
+        tl.store(p_out + o_d, tl.where(m_r, b_turned.to(DTYPE), b_head), mask=m_out)
     else:
         i_k = i_h - QUERIES - HEADS
         b_value = tl.load(p_row + QUERIES * WIDTH + (HEADS + i_k) * D + o_d, mask=m_d)
-        tl.store(value_cache + i_k.to(tl.int64) * stride_vh + position * stride_vs + o_d, b_value, mask=m_d)
+        tl.store(value_cache + i_k.to(tl.int64) * stride_vh + position * stride_vs + o_d, b_value, mask=m_cached)
 
 
 @triton.jit
@@ -202,7 +206,7 @@ def _combine_kernel(
 
 def attention_inputs(projected, norms: HeadNorms, cos, sin, key_cache, value_cache, committed, eps) -> torch.Tensor:
     """As `block_attention.attention_inputs`; returns the queries alone."""
-    num_rows, (heads, _, size) = projected.shape[0], key_cache.shape
+    num_rows, (heads, length, size) = projected.shape[0], key_cache.shape
     width = 2 * size if norms.is_gated else size
     num_queries = (projected.shape[1] - 2 * heads * size) // width
     query = projected.new_empty(num_rows, num_queries, size)
@@ -212,7 +216,8 @@ def attention_inputs(projected, norms: HeadNorms, cos, sin, key_cache, value_cac
     with launch_device(projected):
         _inputs_kernel[(num_rows, num_queries + 2 * heads)](
             projected, norms.query_scale, norms.key_scale, cos, sin, key_cache, value_cache, committed, query, eps,
-            projected.stride(0), cos.stride(0), sin.stride(0), *key_cache.stride()[:2], *value_cache.stride()[:2],
+            length, projected.stride(0), cos.stride(0), sin.stride(0),
+            *key_cache.stride()[:2], *value_cache.stride()[:2],
             QUERIES=num_queries, HEADS=heads, WIDTH=width, D=size, R=cos.shape[1], BD=triton.next_power_of_2(size),
             num_warps=2,
         )  # fmt: skip

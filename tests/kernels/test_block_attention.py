@@ -158,6 +158,18 @@ def test_triton_inputs_equal_reference(num_rows, is_gated, triton_device):
     _check_inputs(num_rows, is_gated, triton_device, torch.float32, 1e-6)
 
 
+def test_context_rows_need_no_queries(triton_device):
+    written = []
+    for kind, columns in (("reference", slice(0)), ("reference", slice(80)), ("triton", slice(80))):
+        projected, *rest = _projected(3, False, triton_device)
+        projected = projected[:, columns.stop :]
+        with use_kernels(kind):
+            assert attention_inputs(projected, *rest, EPS).query.shape == (3, 4 if columns.stop == 0 else 0, 20)
+        written.append(rest[3])
+    for keys in written[1:]:
+        torch.testing.assert_close(keys, written[0], atol=1e-6, rtol=1e-6)
+
+
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter's bf16 products are wrong")
 
 
