@@ -8,9 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .common_triton import launch_device
+from .common_triton import launch_device, launch_options, let_next_start, prefetch_rows, wait_for_previous
 from .gated_delta_inputs import Produced, ProducerWeights
-from .linear_triton import NORM, PADDED_ROWS, WIDE_TILE, load_tile, multiply_add, prepare_rows
+from .linear_triton import NORM, PADDED_ROWS, load_tile, multiply_add, prepare_rows
+from .tiles import tile_of
 
 SOFTPLUS_THRESHOLD = tl.constexpr(20.0)
 
@@ -31,16 +32,19 @@ def _convolve(b_rows, p_history, p_weight, o_r, o_n, m_n, KERNEL: tl.constexpr, 
     return b_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _producer_kernel(
     hidden, scale, weight, conv_weight, conv_state, A_log, dt_bias, conv_rows, mixed, z, log_decay, beta, eps,
-    stride_xn, stride_xk, stride_wn, stride_wk, stride_cn,
-    ROWS: tl.constexpr, H: tl.constexpr, C: tl.constexpr, Z: tl.constexpr, HEADS: tl.constexpr,
+    num_rows, stride_xn, stride_xk, stride_wn, stride_wk, stride_cn,
+    H: tl.constexpr, C: tl.constexpr, Z: tl.constexpr, HEADS: tl.constexpr,
     KERNEL: tl.constexpr, SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     i_n = tl.program_id(0)
     o_r, o_n = tl.arange(0, SMALL), i_n * BN + tl.arange(0, BN)
-    m_r, m_n = o_r < ROWS, o_n < C + Z + 2 * HEADS
+    m_r, m_n = o_r < num_rows, o_n < C + Z + 2 * HEADS
+    prefetch_rows(weight, o_n, 0, stride_wn, stride_wk, C + Z + 2 * HEADS, H, PREFETCH, OVERLAPS)
+    wait_for_previous(OVERLAPS)
     b_sum = tl.zeros([SMALL, BN], tl.float32)
     b_squares = tl.zeros([SMALL], tl.float32)
     for i_k in range(tl.cdiv(H, BK)):
@@ -51,6 +55,7 @@ def _producer_kernel(
         b_scale = tl.load(scale + o_k, mask=m_k, other=0.0)
         b_rows, b_squares = prepare_rows(b_rows, b_rows, b_scale, b_squares, eps, NORM, BK)
         b_sum = multiply_add(b_rows, b_weight, b_sum, PRECISION)
+    let_next_start(OVERLAPS)
     b_out = (b_sum * tl.rsqrt(b_squares / H + eps)[:, None]).to(hidden.dtype.element_ty)
     if i_n * BN < C:
         m_c = o_n < C
@@ -87,15 +92,14 @@ def gated_delta_inputs(hidden, weights: ProducerWeights, conv_state, conv_rows, 
         log_decay=hidden.new_empty(num_rows, heads, dtype=torch.float32),
         beta=hidden.new_empty(num_rows, heads),
     )
-    tile = WIDE_TILE
+    tile = tile_of("gated_delta_inputs")
     with launch_device(hidden):
         _producer_kernel[(triton.cdiv(weights.projection.shape[0], tile.block_n),)](
             hidden, weights.norm_scale, weights.projection, weights.conv_weight, conv_state.contiguous(),
             weights.A_log, weights.dt_bias, conv_rows, produced.mixed, produced.z, produced.log_decay, produced.beta,
-            eps, *hidden.stride(), *weights.projection.stride(), conv_rows.stride(0),
-            ROWS=num_rows, H=size, C=channels, Z=gates, HEADS=heads, KERNEL=kernel,
+            eps, num_rows, *hidden.stride(), *weights.projection.stride(), conv_rows.stride(0),
+            H=size, C=channels, Z=gates, HEADS=heads, KERNEL=kernel,
             SMALL=PADDED_ROWS, BN=tile.block_n, BK=tile.block_k,
-            PRECISION="ieee" if hidden.dtype == torch.float32 else "tf32",
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            PRECISION="ieee" if hidden.dtype == torch.float32 else "tf32", **launch_options(tile, hidden),
         )  # fmt: skip
     return produced

@@ -5,33 +5,16 @@ since its factor is known only when all of K was read. Split sums go through a b
 adds them up in the order of the splits, so a row's result does not depend on timing or on the other rows.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-from .common_triton import launch_device
+from .common_triton import launch_device, launch_options, let_next_start, prefetch_rows, wait_for_previous
+from .tiles import tile_of
 
 PADDED_ROWS = 16
 
 PLAIN, NORM, GATED_NORM, GATED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Weight rows and columns of one program's step, programs that share K, warps and pipeline stages."""
-
-    block_n: int
-    block_k: int
-    splits: int
-    num_warps: int
-    num_stages: int
-
-
-# Measured on an H200 at hidden 2048, benchmarks/NOTES.md.
-WIDE_TILE = Tile(block_n=32, block_k=128, splits=1, num_warps=4, num_stages=4)
-RESIDUAL_TILE = Tile(block_n=32, block_k=128, splits=4, num_warps=4, num_stages=3)
 
 
 @triton.jit
@@ -64,36 +47,43 @@ def prepare_rows(b_rows, b_gate, b_scale, b_squares, eps, KIND: tl.constexpr, WI
     return b_rows, b_squares
 
 
-@triton.jit
+# One compiled kernel serves every number of rows.
+@triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
-    rows, gate, scale, weight, residual, partial, counters, output, eps,
+    rows, gate, scale, weight, residual, partial, counters, output, eps, num_rows,
     stride_xn, stride_xh, stride_xk, stride_gn, stride_gh, stride_gk, stride_wn, stride_wk, stride_rn, stride_rk,
-    ROWS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
+    N: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
     SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     i_n, i_s = tl.program_id(0), tl.program_id(1)
     o_r, o_n = tl.arange(0, SMALL), i_n * BN + tl.arange(0, BN)
-    m_r, m_n = o_r < ROWS, o_n < N
+    m_r, m_n = o_r < num_rows, o_n < N
     b_sum = tl.zeros([SMALL, BN], tl.float32)
     b_squares = tl.zeros([SMALL], tl.float32)
-    STEPS: tl.constexpr = (K + WIDTH - 1) // WIDTH
-    PER_SPLIT: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
+    K: tl.constexpr = HEADS * WIDTH
+    PARTS: tl.constexpr = (WIDTH + BK - 1) // BK
+    PER_SPLIT: tl.constexpr = (HEADS * PARTS + SPLITS - 1) // SPLITS
+    prefetch_rows(weight, o_n, i_s * PER_SPLIT * BK, stride_wn, stride_wk, N, K, PREFETCH, OVERLAPS)
+    wait_for_previous(OVERLAPS)
     for step in range(PER_SPLIT):
-        i_k = i_s * PER_SPLIT + step
-        o_w = tl.arange(0, BK)
-        o_k = i_k * WIDTH + o_w
+        i_step = i_s * PER_SPLIT + step
+        i_h = i_step // PARTS
+        o_w = (i_step % PARTS) * BK + tl.arange(0, BK)
+        o_k = i_h * WIDTH + o_w
         m_k = (o_w < WIDTH) & (o_k < K)
         b_weight = load_tile(weight, o_n, o_k, stride_wn, stride_wk, m_n, m_k)
-        b_rows = load_tile(rows + i_k * stride_xh, o_r, o_w, stride_xn, stride_xk, m_r, m_k)
+        b_rows = load_tile(rows + i_h * stride_xh, o_r, o_w, stride_xn, stride_xk, m_r, m_k)
         b_gate, b_scale = b_rows, tl.zeros([BK], tl.float32)
         if KIND != NORM:
-            b_gate = load_tile(gate + i_k * stride_gh, o_r, o_w, stride_gn, stride_gk, m_r, m_k)
+            b_gate = load_tile(gate + i_h * stride_gh, o_r, o_w, stride_gn, stride_gk, m_r, m_k)
         if KIND == NORM:
             b_scale = tl.load(scale + o_k, mask=m_k, other=0.0).to(tl.float32)
         elif KIND == GATED_NORM:
             b_scale = tl.load(scale + o_w, mask=m_k, other=0.0).to(tl.float32)
         b_rows, b_squares = prepare_rows(b_rows, b_gate, b_scale, b_squares, eps, KIND, WIDTH)
         b_sum = multiply_add(b_rows, b_weight, b_sum, PRECISION)
+    let_next_start(OVERLAPS)
     if KIND == NORM:
         b_sum *= tl.rsqrt(b_squares / K + eps)[:, None]
     p_tile = o_r[:, None] * N + o_n[None, :]
@@ -116,27 +106,25 @@ def _linear_kernel(
 
 def norm_linear(rows: torch.Tensor, norm_scale: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """As `linear.norm_linear`."""
-    return _launch(rows, rows, norm_scale, weight, None, eps, None, NORM, WIDE_TILE)
+    return _launch("norm_linear", NORM, rows[:, None], rows[:, None], norm_scale, weight, None, eps, None)
 
 
 def gated_norm_linear(rows, gate, norm_weight, weight, residual, eps, counters=None) -> torch.Tensor:
     """As `linear.gated_norm_linear`."""
-    return _launch(rows, gate, norm_weight, weight, residual, eps, counters, GATED_NORM, RESIDUAL_TILE)
+    return _launch("gated_norm_linear", GATED_NORM, rows, gate, norm_weight, weight, residual, eps, counters)
 
 
 def gated_linear(rows, gate, weight, residual, counters=None) -> torch.Tensor:
     """As `linear.gated_linear`."""
-    return _launch(rows, gate, rows, weight, residual, 0.0, counters, GATED, RESIDUAL_TILE)
+    return _launch("gated_linear", GATED, rows, gate, rows, weight, residual, 0.0, counters)
 
 
-def _launch(rows, gate, scale, weight, residual, eps, counters, kind, tile) -> torch.Tensor:
-    num_rows, (size_n, size_k) = rows.shape[0], weight.shape
-    # One step of K is one head, so that a head is normalised within its step and heads may lie anywhere.
-    width = rows.shape[2] if rows.dim() == 3 else tile.block_k
-    row_strides, gate_strides = (
-        tensor.stride() if tensor.dim() == 3 else (tensor.stride(0), width * tensor.stride(1), tensor.stride(1))
-        for tensor in (rows, gate)
-    )
+def _launch(kernel, kind, rows, gate, scale, weight, residual, eps, counters) -> torch.Tensor:
+    tile = tile_of(kernel)
+    (num_rows, heads, width), size_n = rows.shape, weight.shape[0]
+    # A head is normalised within its step; elsewhere a step is a part of a head, and heads may lie anywhere.
+    widest = max(16, triton.next_power_of_2(width))
+    block_k = widest if kind == GATED_NORM else min(tile.block_k, widest)
     num_tiles = triton.cdiv(size_n, tile.block_n)
     output = rows.new_empty(num_rows, size_n)
     residual = output if residual is None else residual
@@ -145,11 +133,10 @@ def _launch(rows, gate, scale, weight, residual, eps, counters, kind, tile) -> t
         counters = torch.zeros(num_tiles, dtype=torch.int32, device=rows.device)
     with launch_device(rows):
         _linear_kernel[(num_tiles, tile.splits)](
-            rows, gate, scale, weight, residual, partial, counters, output, eps,
-            *row_strides, *gate_strides, *weight.stride(), *residual.stride(),
-            ROWS=num_rows, N=size_n, K=size_k, WIDTH=width, KIND=kind,
-            SMALL=PADDED_ROWS, BN=tile.block_n, BK=max(16, triton.next_power_of_2(width)), SPLITS=tile.splits,
-            PRECISION="ieee" if rows.dtype == torch.float32 else "tf32",
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            rows, gate, scale, weight, residual, partial, counters, output, eps, num_rows,
+            *rows.stride(), *gate.stride(), *weight.stride(), *residual.stride(),
+            N=size_n, HEADS=heads, WIDTH=width, KIND=kind,
+            SMALL=PADDED_ROWS, BN=tile.block_n, BK=block_k, SPLITS=tile.splits,
+            PRECISION="ieee" if rows.dtype == torch.float32 else "tf32", **launch_options(tile, rows),
         )  # fmt: skip
     return output

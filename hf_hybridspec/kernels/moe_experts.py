@@ -24,7 +24,8 @@ class RoutedRows:
         top_k_weights: `[n, k]` fp32, their weights, which sum to 1 in each row before the host's rounding.
         shared_gate: `[n]` fp32, weight of the shared expert.
         expert_ids: `[P]` int32, distinct experts, ascending.
-        slots: `[P, 16]` int32, position of the expert in each row's top-k, -1 where the row did not select it.
+        slots: `[P, 16]` int32, position of the expert in each row's top-k, -1 where the row did not select it. Columns
+            from n on are undefined.
         num_distinct: `[1]` int32.
     """
 

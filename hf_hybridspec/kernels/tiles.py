@@ -1,0 +1,68 @@
+"""How the Triton kernels for at most 16 rows cut their weights: one small table, which a measurement may override.
+
+Tiles change times alone: `block_k` and `splits` fix the order of a row's sum, the same at every number of rows. The
+table was measured on an H200 at the shapes of Qwen3.6-35B-A3B (`benchmarks/tune_tiles.py`, benchmarks/NOTES.md).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program reads at a time, and how it is launched.
+
+    Attributes:
+        block_n, block_k: rows and columns of the weight in one step.
+        splits: programs that share the columns of the same rows.
+        num_warps, num_stages: of a program.
+        overlaps: whether the kernel starts while the one before it ends (programmatic dependent launch). It then waits
+            before it touches anything but weights. Ignored where the device cannot.
+        prefetch: steps whose weights a kernel that overlaps asks for before it waits.
+    """
+
+    block_n: int
+    block_k: int
+    splits: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
+    overlaps: bool = False
+    prefetch: int = 0
+
+
+TILES = {
+    "norm_linear": Tile(block_n=32, block_k=128),
+    "gated_delta_inputs": Tile(block_n=32, block_k=128),
+    # One step is one head, whose norm it needs.
+    "gated_norm_linear": Tile(block_n=32, block_k=128, splits=4, num_stages=3),
+    "gated_linear": Tile(block_n=32, block_k=256, splits=4, num_stages=3),
+    "router": Tile(block_n=32, block_k=128, splits=8, num_warps=8),
+    # Gate and up rows: a step reads 2 * block_n rows.
+    "expert_gate_up": Tile(block_n=32, block_k=128, num_stages=3),
+    "expert_down": Tile(block_n=64, block_k=128, num_stages=3),
+}
+
+_override: ContextVar[dict[str, Tile] | None] = ContextVar("hybridspec_tiles", default=None)
+
+
+def tile_of(kernel: str) -> Tile:
+    """The tile of a kernel of TILES: that of the innermost `use_tiles` which names it, else the table's."""
+    return (_override.get() or {}).get(kernel) or TILES[kernel]
+
+
+@contextmanager
+def use_tiles(tiles: dict[str, Tile]) -> Iterator[None]:
+    """Runs the enclosed code with other tiles for the kernels named.
+
+    Raises:
+        ValueError: a kernel is not in TILES.
+    """
+    if unknown := sorted(set(tiles) - set(TILES)):
+        raise ValueError(f"Tiles can be given for {', '.join(TILES)}, got {', '.join(unknown)}.")
+    token = _override.set({**(_override.get() or {}), **tiles})
+    try:
+        yield
+    finally:
+        _override.reset(token)

@@ -1,0 +1,60 @@
+"""Tiles: an override reaches the launch, every tile gives the same sums, and unknown names are refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hf_hybridspec.kernels import linear
+from hf_hybridspec.kernels.dispatch import use_kernels
+from hf_hybridspec.kernels.tiles import TILES, Tile, tile_of, use_tiles
+
+
+def test_the_innermost_override_of_a_kernel_wins_and_ends():
+    outer, inner = Tile(16, 64), Tile(64, 64)
+    with use_tiles({"router": outer, "expert_down": outer}):
+        with use_tiles({"router": inner}):
+            assert tile_of("router") == inner and tile_of("expert_down") == outer
+        assert tile_of("router") == outer
+    assert tile_of("router") == TILES["router"]
+
+
+def test_an_unknown_kernel_is_refused():
+    with pytest.raises(ValueError, match="got rooter"), use_tiles({"rooter": Tile(16, 64)}):
+        pass
+
+
+@pytest.mark.parametrize("tile", [Tile(16, 32, splits=3), Tile(64, 64, splits=2, num_warps=2), Tile(32, 16)])
+def test_parts_of_heads_and_splits_change_no_result(tile, triton_device):
+    """A step of part of a head, of a whole one, and splits that do not divide the steps."""
+    generator = torch.Generator().manual_seed(0)
+    rows, gate = torch.randn(2, 5, 3, 48, generator=generator).to(triton_device)
+    weight = torch.randn(50, 144, generator=generator).to(triton_device)
+    residual = torch.randn(5, 50, generator=generator).to(triton_device)
+    with use_kernels("reference"):
+        expected = linear.gated_linear(rows, gate, weight, residual)
+    with use_kernels("triton"), use_tiles({"gated_linear": tile}):
+        torch.testing.assert_close(linear.gated_linear(rows, gate, weight, residual), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels overlap on a device alone")
+def test_kernels_that_overlap_give_the_same_bits(triton_device):
+    """A chain in which every kernel reads what the one before it wrote."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(3, 4, 64, generator=generator).to(triton_device)
+    weight = (torch.randn(256, 256, generator=generator) / 16).to(triton_device)
+    counters = torch.zeros(16, dtype=torch.int32, device=triton_device)
+
+    def chain() -> torch.Tensor:
+        hidden = rows.flatten(1)
+        for _ in range(50):
+            hidden = linear.gated_linear(hidden.view_as(rows), rows, weight, hidden, counters)
+        return hidden
+
+    tile = TILES["gated_linear"]
+    with use_kernels("triton"):
+        expected = chain()
+        for prefetch in (0, 1):
+            with use_tiles({"gated_linear": replace(tile, overlaps=True, prefetch=prefetch)}):
+                assert torch.equal(chain(), expected)
