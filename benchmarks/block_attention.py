@@ -11,7 +11,7 @@ needs the length on the CPU, runs beside it. `--tiny` runs everything once on an
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,9 +20,9 @@ from torch.nn import functional as F
 
 from benchmarks.environment import describe_environment
 from benchmarks.gated_delta_rule import BANDWIDTH, capture, median_times
-from hf_hybridspec.kernels import block_attention_triton
 from hf_hybridspec.kernels.block_attention import HeadNorms, attention_inputs, block_attention
 from hf_hybridspec.kernels.dispatch import use_kernels
+from hf_hybridspec.kernels.tiles import tile_of, use_tiles
 
 # Largest relative Frobenius error against fp32: probabilities and outputs are rounded to bf16.
 LIMIT = 5e-3
@@ -126,7 +126,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--replays", type=int, default=50)
-    parser.add_argument("--chunk", type=int, help="keys of one chunk, instead of the kernel's own")
+    parser.add_argument("--chunk", type=int, help="keys of one chunk, instead of the table's")
+    parser.add_argument("--overlap", action="store_true", help="kernels start while the one before them ends")
     parser.add_argument("--commit", help="the commit measured, where the files have no git history")
     parser.add_argument("--tiny", action="store_true", help="one small shape, checked and not timed")
     arguments = parser.parse_args()
@@ -138,16 +139,21 @@ def main() -> None:
         return
     if not torch.cuda.is_available():
         parser.exit(2, "This benchmark needs a CUDA device; none was found. --tiny runs anywhere.\n")
+    tiles = {
+        name: replace(tile_of(name), overlaps=arguments.overlap)
+        for name in ("attention_inputs", "block_attention", "combine_attention")
+    }
     if arguments.chunk:
-        block_attention_triton.CHUNK = arguments.chunk
+        tiles["block_attention"] = replace(tiles["block_attention"], block_k=arguments.chunk)
     shapes = [Shape(context=context, rows=n) for context in (256, 2048, 8192, 32768) for n in (1, 4, 8, 16)]
     report = {
         "what": "attention of block rows, per layer, cold keys, CUDA-graph replay, median",
         "floor_bandwidth_bytes_per_s": BANDWIDTH,
-        "chunk": block_attention_triton.CHUNK,
+        "tiles": {name: asdict(tile) for name, tile in tiles.items()},
         "environment": describe_environment(arguments.commit),
-        "results": measure(shapes, arguments.replays),
     }
+    with use_tiles(tiles):
+        report["results"] = measure(shapes, arguments.replays)
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(report, indent=1) + "\n")

@@ -5,7 +5,7 @@ device alone, so the launch never depends on the length, a long context uses eve
 does not depend on the number of rows in its block. All query heads of one key head and all rows share one tile.
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -13,13 +13,10 @@ import triton
 import triton.language as tl
 
 from .block_attention import HeadNorms
-from .common_triton import launch_device
+from .common_triton import launch_device, launch_options, let_next_start, wait_for_previous
+from .tiles import Tile, tile_of
 
-# Keys of one chunk: short contexts run in parallel over chunks, while each chunk in use costs a combined row.
-CHUNK = 128
-# Splits that one step of the combination reads.
-COMBINED = 16
-# What the interpreter assumes; enough for chunks to wrap around in tests.
+# What the interpreter assumes; few enough for chunks to wrap around in tests.
 INTERPRETED_PROGRAMS = 4
 
 LOG2_E = 1.4426950408889634
@@ -27,28 +24,18 @@ LOG2_E = 1.4426950408889634
 LOWEST = tl.constexpr(-1e30)
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Rows (query heads of a group times block rows) and keys of one program's step, warps and pipeline stages."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-
-def _tile(num_rows: int, size: int, dtype: torch.dtype) -> Tile:
-    """The tile for `num_rows` rows of one key head of `size` entries.
+def _attention_tile(num_rows: int, size: int, dtype: torch.dtype) -> tuple[Tile, int]:
+    """The tile for `num_rows` rows (of all query heads) of one key head of `size` entries, and its rows.
 
     Both 16-bit tiles give a warp 16 rows and all keys of a step, so that a row is summed alike in both; a smaller tile
     for few rows would use another instruction of the tensor cores, with another order.
     """
+    tile = tile_of("block_attention")
     if dtype == torch.float32:
-        return Tile(16, block_n=16, num_warps=4, num_stages=1)
-    block_n = 32 if size > 128 else 64
-    if num_rows <= 64:
-        return Tile(64, block_n, num_warps=4, num_stages=3)
-    return Tile(128, block_n, num_warps=8, num_stages=3)
+        return replace(tile, block_n=16, num_stages=1), 16
+    if size <= 128:
+        tile = replace(tile, block_n=2 * tile.block_n)
+    return (tile, 64) if num_rows <= 64 else (replace(tile, num_warps=2 * tile.num_warps), 128)
 
 
 @cache
@@ -71,9 +58,10 @@ def _inputs_kernel(
     projected, query_scale, key_scale, cos, sin, key_cache, value_cache, committed, query, eps,
     length, stride_pn, stride_cn, stride_sn, stride_kh, stride_ks, stride_vh, stride_vs,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    BD: tl.constexpr,
+    BD: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     i_r, i_h = tl.program_id(0), tl.program_id(1)
+    wait_for_previous(OVERLAPS)
     o_d = tl.arange(0, BD)
     m_d = o_d < D
     DTYPE: tl.constexpr = projected.dtype.element_ty
@@ -139,12 +127,14 @@ def _attention_kernel(
     QUERIES: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     FROM_ANCHOR: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     i_p, i_h, i_m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     committed = tl.load(committed_length)
     first, last = _chunks(committed, num_rows, WINDOW, FROM_ANCHOR, CHUNK)
     # First chunk of this program that is not before `first`.
     start = first + (i_p + PROGRAMS - first % PROGRAMS) % PROGRAMS
+    wait_for_previous(OVERLAPS)
     if start <= last:
         o_m, o_d = i_m * BM + tl.arange(0, BM), tl.arange(0, BD)
         o_i, o_h = o_m // GROUP, i_h * GROUP + o_m % GROUP
@@ -172,6 +162,7 @@ def _attention_kernel(
             b_sum = b_sum * b_kept[:, None]
             b_sum = tl.dot(b_probs.to(b_values.dtype), b_values, acc=b_sum, input_precision=PRECISION)
             b_max = b_new_max
+        let_next_start(OVERLAPS)
         o_part = (o_i * QUERIES + o_h).to(tl.int64) * PROGRAMS + i_p
         tl.store(partial + o_part[:, None] * D + o_d[None, :], b_sum, mask=m_m[:, None] & m_d[None, :])
         tl.store(statistics + o_part * 2, b_max, mask=m_m)
@@ -182,9 +173,10 @@ def _attention_kernel(
 def _combine_kernel(
     partial, statistics, committed_length, output, num_rows,
     D: tl.constexpr, WINDOW: tl.constexpr, FROM_ANCHOR: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS: tl.constexpr,
-    COMBINED: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr,
+    COMBINED: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
+    wait_for_previous(OVERLAPS)
     first, last = _chunks(tl.load(committed_length), num_rows, WINDOW, FROM_ANCHOR, CHUNK)
     o_d, o_all = tl.arange(0, BD), tl.arange(0, BP)
     m_d = o_d < D
@@ -201,12 +193,13 @@ def _combine_kernel(
         p_part = partial + (i_row * PROGRAMS + o_p[:, None]) * D + o_d[None, :]
         b_part = tl.load(p_part, mask=m_p[:, None] & m_d[None, :], other=0.0)
         b_sum += tl.sum(b_part * b_weight[:, None], axis=0)
+    let_next_start(OVERLAPS)
     tl.store(output + i_row * D + o_d, (b_sum / total).to(output.dtype.element_ty), mask=m_d)
 
 
 def attention_inputs(projected, norms: HeadNorms, cos, sin, key_cache, value_cache, committed, eps) -> torch.Tensor:
     """As `block_attention.attention_inputs`; returns the queries alone."""
-    num_rows, (heads, length, size) = projected.shape[0], key_cache.shape
+    tile, num_rows, (heads, length, size) = tile_of("attention_inputs"), projected.shape[0], key_cache.shape
     width = 2 * size if norms.is_gated else size
     num_queries = (projected.shape[1] - 2 * heads * size) // width
     query = projected.new_empty(num_rows, num_queries, size)
@@ -219,7 +212,7 @@ def attention_inputs(projected, norms: HeadNorms, cos, sin, key_cache, value_cac
             length, projected.stride(0), cos.stride(0), sin.stride(0),
             *key_cache.stride()[:2], *value_cache.stride()[:2],
             QUERIES=num_queries, HEADS=heads, WIDTH=width, D=size, R=cos.shape[1], BD=triton.next_power_of_2(size),
-            num_warps=2,
+            **launch_options(tile, projected),
         )  # fmt: skip
     return query
 
@@ -231,23 +224,25 @@ def block_attention(
     (num_rows, num_queries, size), heads = query.shape, key_cache.shape[0]
     group = num_queries // heads
     programs = _programs_per_head(heads, query.device)
-    tile = _tile(num_rows * group, size, query.dtype)
-    span = {"WINDOW": window or 0, "FROM_ANCHOR": window_from_anchor, "CHUNK": CHUNK, "PROGRAMS": programs}
+    tile, block_m = _attention_tile(num_rows * group, size, query.dtype)
+    combine_tile = tile_of("combine_attention")
+    span = {"WINDOW": window or 0, "FROM_ANCHOR": window_from_anchor, "CHUNK": tile.block_k, "PROGRAMS": programs}
     sizes = {"D": size, "BD": max(16, triton.next_power_of_2(size))}
     query = query if query.stride(2) == 1 else query.contiguous()
     partial = query.new_empty(num_rows, num_queries, programs, size, dtype=torch.float32)
     statistics = query.new_empty(num_rows, num_queries, programs, 2, dtype=torch.float32)
     output = query.new_empty(num_rows, num_queries, size)
     with launch_device(query):
-        _attention_kernel[(programs, heads, triton.cdiv(num_rows * group, tile.block_m))](
+        _attention_kernel[(programs, heads, triton.cdiv(num_rows * group, block_m))](
             query, key_cache, value_cache, committed, partial, statistics, scale * LOG2_E, num_rows,
             *query.stride()[:2], *key_cache.stride()[:2], *value_cache.stride()[:2],
-            QUERIES=num_queries, GROUP=group, CAUSAL=causal, BM=tile.block_m, BN=tile.block_n,
+            QUERIES=num_queries, GROUP=group, CAUSAL=causal, BM=block_m, BN=tile.block_n,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32", **span, **sizes,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            **launch_options(tile, query),
         )  # fmt: skip
         _combine_kernel[(num_rows * num_queries,)](
             partial, statistics, committed, output, num_rows,
-            COMBINED=COMBINED, BP=triton.next_power_of_2(programs), **span, **sizes, num_warps=4,
+            COMBINED=combine_tile.block_n, BP=triton.next_power_of_2(programs), **span, **sizes,
+            **launch_options(combine_tile, query),
         )  # fmt: skip
     return output

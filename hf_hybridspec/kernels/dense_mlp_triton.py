@@ -4,46 +4,31 @@ As in `linear_triton.py`, the norm scales the sums at the end, and of the progra
 that finishes last adds up their sums in a fixed order.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-from .common_triton import launch_device
+from .common_triton import launch_device, launch_options, let_next_start, prefetch_rows, wait_for_previous
 from .linear_triton import NORM, PADDED_ROWS, load_tile, multiply_add, prepare_rows
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Weight rows and columns of one program's step, programs that share K, warps and pipeline stages."""
-
-    block_n: int
-    block_k: int
-    splits: int = 1
-    num_warps: int = 4
-    num_stages: int = 4
-
-
-# Not measured yet; a tile of gate and up together reads twice its rows.
-GATE_UP_TILE = Tile(block_n=32, block_k=128, num_stages=3)
-NARROW_GATE_UP_TILE = Tile(block_n=16, block_k=128, num_stages=4)
-DOWN_TILE = Tile(block_n=32, block_k=128, splits=4, num_stages=3)
+from .tiles import tile_of
 
 # Fewer programs than this leave multiprocessors of a large GPU with half their share.
 WANTED_PROGRAMS = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gate_up_kernel(
-    rows, scale, weight, output, eps, stride_xn, stride_xk, stride_wn, stride_wk,
-    ROWS: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr,
-    SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    rows, scale, weight, output, eps, num_rows, stride_xn, stride_xk, stride_wn, stride_wk,
+    SIZE: tl.constexpr, K: tl.constexpr, SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     o_r, o_n = tl.arange(0, SMALL), tl.program_id(0) * BN + tl.arange(0, BN)
-    m_r, m_n = o_r < ROWS, o_n < SIZE
+    m_r, m_n = o_r < num_rows, o_n < SIZE
     b_gate, b_up = tl.zeros([SMALL, BN], tl.float32), tl.zeros([SMALL, BN], tl.float32)
     b_squares = tl.zeros([SMALL], tl.float32)
+    prefetch_rows(weight, o_n, 0, stride_wn, stride_wk, SIZE, K, PREFETCH, OVERLAPS)
+    prefetch_rows(weight, SIZE + o_n, 0, stride_wn, stride_wk, 2 * SIZE, K, PREFETCH, OVERLAPS)
+    wait_for_previous(OVERLAPS)
     for i_k in range(tl.cdiv(K, BK)):
         o_k = i_k * BK + tl.arange(0, BK)
         m_k = o_k < K
@@ -54,6 +39,7 @@ def _gate_up_kernel(
         b_rows, b_squares = prepare_rows(b_rows, b_rows, b_scale, b_squares, eps, NORM, BK)
         b_gate = multiply_add(b_rows, b_gate_weight, b_gate, PRECISION)
         b_up = multiply_add(b_rows, b_up_weight, b_up, PRECISION)
+    let_next_start(OVERLAPS)
     b_rstd = tl.rsqrt(b_squares / K + eps)[:, None]
     b_gate = (b_gate * b_rstd).to(rows.dtype.element_ty).to(tl.float32)
     b_up = (b_up * b_rstd).to(rows.dtype.element_ty)
@@ -61,24 +47,27 @@ def _gate_up_kernel(
     tl.store(output + o_r[:, None] * SIZE + o_n[None, :], b_out, mask=m_r[:, None] & m_n[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _down_kernel(
-    rows, weight, residual, partial, counters, output,
+    rows, weight, residual, partial, counters, output, num_rows,
     stride_xn, stride_xk, stride_wn, stride_wk, stride_rn, stride_rk,
-    ROWS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SPLITS: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     i_n, i_s = tl.program_id(0), tl.program_id(1)
     o_r, o_n = tl.arange(0, SMALL), i_n * BN + tl.arange(0, BN)
-    m_r, m_n = o_r < ROWS, o_n < N
+    m_r, m_n = o_r < num_rows, o_n < N
     b_sum = tl.zeros([SMALL, BN], tl.float32)
     PER_SPLIT: tl.constexpr = (K + BK * SPLITS - 1) // (BK * SPLITS)
+    prefetch_rows(weight, o_n, i_s * PER_SPLIT * BK, stride_wn, stride_wk, N, K, PREFETCH, OVERLAPS)
+    wait_for_previous(OVERLAPS)
     for step in range(PER_SPLIT):
         o_k = (i_s * PER_SPLIT + step) * BK + tl.arange(0, BK)
         m_k = o_k < K
         b_weight = load_tile(weight, o_n, o_k, stride_wn, stride_wk, m_n, m_k)
         b_rows = load_tile(rows, o_r, o_k, stride_xn, stride_xk, m_r, m_k)
         b_sum = multiply_add(b_rows, b_weight, b_sum, PRECISION)
+    let_next_start(OVERLAPS)
     p_tile = o_r[:, None] * N + o_n[None, :]
     m_tile = m_r[:, None] & m_n[None, :]
     tl.store(partial + i_s * SMALL * N + p_tile, b_sum, mask=m_tile)
@@ -93,22 +82,21 @@ def _down_kernel(
 
 def dense_gate_up(rows, norm_scale, gate_up_weight, eps) -> torch.Tensor:
     """As `dense_mlp.dense_gate_up`."""
-    inner = gate_up_weight.shape[0] // 2
-    is_wide = triton.cdiv(inner, GATE_UP_TILE.block_n) >= WANTED_PROGRAMS
-    tile = GATE_UP_TILE if is_wide else NARROW_GATE_UP_TILE
-    output = rows.new_empty(rows.shape[0], inner)
+    tile, (num_rows, size), inner = tile_of("dense_gate_up"), rows.shape, gate_up_weight.shape[0] // 2
+    block_n = tile.block_n if triton.cdiv(inner, tile.block_n) >= WANTED_PROGRAMS else max(16, tile.block_n // 2)
+    output = rows.new_empty(num_rows, inner)
     with launch_device(rows):
-        _gate_up_kernel[(triton.cdiv(inner, tile.block_n),)](
-            rows, norm_scale, gate_up_weight, output, eps, *rows.stride(), *gate_up_weight.stride(),
-            ROWS=rows.shape[0], SIZE=inner, K=rows.shape[1], SMALL=PADDED_ROWS, BN=tile.block_n, BK=tile.block_k,
-            PRECISION=_precision(rows), num_warps=tile.num_warps, num_stages=tile.num_stages,
+        _gate_up_kernel[(triton.cdiv(inner, block_n),)](
+            rows, norm_scale, gate_up_weight, output, eps, num_rows, *rows.stride(), *gate_up_weight.stride(),
+            SIZE=inner, K=size, SMALL=PADDED_ROWS, BN=block_n, BK=tile.block_k,
+            PRECISION=_precision(rows), **launch_options(tile, rows),
         )  # fmt: skip
     return output
 
 
 def dense_down(activated, down_weight, residual, counters=None) -> torch.Tensor:
     """As `dense_mlp.dense_down`."""
-    tile, (num_rows, inner), size = DOWN_TILE, activated.shape, down_weight.shape[0]
+    tile, (num_rows, inner), size = tile_of("dense_down"), activated.shape, down_weight.shape[0]
     num_tiles = triton.cdiv(size, tile.block_n)
     output = activated.new_empty(num_rows, size)
     partial = activated.new_empty(tile.splits, PADDED_ROWS, size, dtype=torch.float32)
@@ -116,10 +104,10 @@ def dense_down(activated, down_weight, residual, counters=None) -> torch.Tensor:
         counters = torch.zeros(num_tiles, dtype=torch.int32, device=activated.device)
     with launch_device(activated):
         _down_kernel[(num_tiles, tile.splits)](
-            activated, down_weight, residual, partial, counters, output,
+            activated, down_weight, residual, partial, counters, output, num_rows,
             *activated.stride(), *down_weight.stride(), *residual.stride(),
-            ROWS=num_rows, N=size, K=inner, SMALL=PADDED_ROWS, BN=tile.block_n, BK=tile.block_k, SPLITS=tile.splits,
-            PRECISION=_precision(activated), num_warps=tile.num_warps, num_stages=tile.num_stages,
+            N=size, K=inner, SMALL=PADDED_ROWS, BN=tile.block_n, BK=tile.block_k, SPLITS=tile.splits,
+            PRECISION=_precision(activated), **launch_options(tile, activated),
         )  # fmt: skip
     return output
 

@@ -42,6 +42,14 @@ TILES = {
     # Gate and up rows: a step reads 2 * block_n rows.
     "expert_gate_up": Tile(block_n=32, block_k=128, num_stages=3),
     "expert_down": Tile(block_n=64, block_k=128, num_stages=3),
+    # Not measured yet, nor are the following.
+    "dense_gate_up": Tile(block_n=32, block_k=128, num_stages=3),
+    "dense_down": Tile(block_n=32, block_k=128, splits=4, num_stages=3),
+    # block_n keys in one step, block_k keys in a chunk, which one program reads alone.
+    "block_attention": Tile(block_n=32, block_k=128, num_stages=3),
+    # One head; block_n chunks in one step.
+    "attention_inputs": Tile(block_n=1, block_k=1, num_warps=2),
+    "combine_attention": Tile(block_n=16, block_k=1),
 }
 
 _override: ContextVar[dict[str, Tile] | None] = ContextVar("hybridspec_tiles", default=None)
