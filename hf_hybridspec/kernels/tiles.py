@@ -50,6 +50,8 @@ TILES = {
     # One head; block_n chunks in one step.
     "attention_inputs": Tile(block_n=1, block_k=1, num_warps=2),
     "combine_attention": Tile(block_n=16, block_k=1),
+    # Whole heads.
+    "context_inputs": Tile(block_n=1, block_k=128, num_stages=3),
 }
 
 _override: ContextVar[dict[str, Tile] | None] = ContextVar("hybridspec_tiles", default=None)

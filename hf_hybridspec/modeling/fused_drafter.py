@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.block_attention import MAX_ROWS, HeadNorms, attention_inputs, block_attention
+from ..kernels.context_inputs import context_inputs
 from ..kernels.dense_mlp import dense_down, dense_gate_up
 from ..kernels.draft_choice import MarkovWeights, ProposalRules, choose_tokens
 from ..kernels.linear import norm_linear
@@ -56,15 +57,13 @@ class FusedLayer:
 
     Attributes:
         projection: `[(Hq + 2 KVH) head_dim, H]`, q|k|v.
-        context_projection: its k|v rows, a view.
-        context_norms, norms: of the heads; equal but for their use.
+        norms: of the heads.
         gate_up: `[2 I, H]`.
         module: the layer itself, for what is not fused.
     """
 
     input_scale: Tensor
     projection: Tensor
-    context_projection: Tensor
     norms: HeadNorms
     output: Tensor
     mlp_scale: Tensor
@@ -100,11 +99,17 @@ class FusedDrafter:
         config, device, dtype = drafter.config, drafter.compute_device, drafter.compute_dtype
         # A proposal block and the rows of a verification stand after the context until they are committed.
         buffers = (2, config.num_hidden_layers, config.num_key_value_heads, max_context + MAX_ROWS, config.head_dim)
-        caches = torch.zeros(buffers, dtype=dtype, device=device)
+        self._caches = torch.zeros(buffers, dtype=dtype, device=device)
+        projections = _joined_projections(drafter)
         self.layers = [
-            _fuse(layer, span, *caches[:, index])
-            for index, (layer, span) in enumerate(zip(drafter.layers, drafter.spans, strict=True))
+            _fuse(layer, span, projection, keys, values)
+            for layer, span, projection, keys, values in zip(
+                drafter.layers, drafter.spans, projections, *self._caches, strict=True
+            )
         ]
+        # Of keys and values, of all layers: what a context row passes through.
+        self._context_weights = projections[:, config.num_attention_heads * config.head_dim :]
+        self._context_key_scales = torch.stack([layer.norms.key_scale for layer in self.layers])
         self.committed = torch.zeros(1, dtype=torch.int32, device=device)
         self._position = torch.zeros(1, dtype=torch.int64, device=device)
         self._steps = torch.arange(MAX_ROWS, device=device)
@@ -155,12 +160,12 @@ class FusedDrafter:
             features: `[w, K * H]`, the taps of w rows that follow the context, 1 <= w <= 16.
             commit_length: `[1]` int32, how many of them were committed; the others leave nothing behind.
         """
-        rows, eps = features.shape[0], self.drafter.config.rms_norm_eps
+        rows = features.shape[0]
         fused = dense_down(features.to(self._zeros.dtype), self.drafter.fc.weight, self._zeros[:rows], self._counters)
-        cos, sin = self._rotation(rows)
-        for layer in self.layers:
-            projected = norm_linear(fused, self._context_scale, layer.context_projection, eps)
-            attention_inputs(projected, layer.norms, cos, sin, layer.keys, layer.values, self.committed, eps)
+        context_inputs(
+            fused, self._context_scale, self._context_weights, self._context_key_scales,
+            *self._rotation(rows), *self._caches, self.committed, self.drafter.config.rms_norm_eps,
+        )  # fmt: skip
         self.committed.add_(commit_length)
         self._position.add_(commit_length)
 
@@ -235,13 +240,18 @@ class FusedDrafter:
         context.length = stop
 
 
-def _fuse(layer: DrafterLayer, span: AttentionSpan, keys: Tensor, values: Tensor) -> FusedLayer:
+def _joined_projections(drafter: Drafter) -> Tensor:
+    """`[L, (Hq + 2 KVH) head_dim, H]`, q|k|v of every layer."""
+    attentions = [layer.self_attn for layer in drafter.layers]
+    weights = [linear.weight for module in attentions for linear in (module.q_proj, module.k_proj, module.v_proj)]
+    return _joined(*weights).unflatten(0, (len(attentions), -1))
+
+
+def _fuse(layer: DrafterLayer, span: AttentionSpan, projection: Tensor, keys: Tensor, values: Tensor) -> FusedLayer:
     attention, mlp = layer.self_attn, layer.mlp
-    projection = _joined(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
     return FusedLayer(
         input_scale=layer.input_layernorm.weight.float(),
         projection=projection,
-        context_projection=projection[attention.q_proj.out_features :],
         norms=HeadNorms(attention.q_norm.weight.float(), attention.k_norm.weight.float(), is_gated=False),
         output=attention.o_proj.weight,
         mlp_scale=layer.post_attention_layernorm.weight.float(),

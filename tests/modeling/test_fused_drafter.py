@@ -137,8 +137,8 @@ def test_parameters_become_views_of_joined_weights():
     again = FusedDrafter(drafter, max_context=16)
     assert again.layers[1].projection.data_ptr() == joined.data_ptr()
     storages = {parameter.untyped_storage().data_ptr() for parameter in drafter.parameters()}
-    # q|k|v, o, gate|up, down, four norms in each of three layers; fc, two norms.
-    assert len(storages) == 3 * 8 + 3
+    # o, gate|up, down and four norms in each of three layers; q|k|v of all; fc and two norms.
+    assert len(storages) == 3 * 7 + 1 + 3
 
 
 def test_obstacles():
