@@ -13,6 +13,8 @@ from .common_triton import launch_device, launch_options, let_next_start, prefet
 from .tiles import tile_of
 
 PADDED_ROWS = 16
+# Weight rows from which a projection is wide.
+WIDE_ROWS = 65536
 
 PLAIN, NORM, GATED_NORM, GATED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
@@ -106,7 +108,8 @@ def _linear_kernel(
 
 def norm_linear(rows: torch.Tensor, norm_scale: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """As `linear.norm_linear`."""
-    return _launch("norm_linear", NORM, rows[:, None], rows[:, None], norm_scale, weight, None, eps, None)
+    kernel = "wide_norm_linear" if weight.shape[0] >= WIDE_ROWS else "norm_linear"
+    return _launch(kernel, NORM, rows[:, None], rows[:, None], norm_scale, weight, None, eps, None)
 
 
 def gated_norm_linear(rows, gate, norm_weight, weight, residual, eps, counters=None) -> torch.Tensor:

@@ -34,6 +34,8 @@ class Tile:
 
 TILES = {
     "norm_linear": Tile(block_n=32, block_k=128),
+    # The output head: so many rows that programs never run short.
+    "wide_norm_linear": Tile(block_n=64, block_k=128),
     "gated_delta_inputs": Tile(block_n=32, block_k=128),
     # One step is one head, whose norm it needs.
     "gated_norm_linear": Tile(block_n=32, block_k=128, splits=4, num_stages=3),

@@ -1,0 +1,241 @@
+"""The tiled kernels at one target's shapes, each as calls whose weights come from device memory, not from a cache."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_hybridspec.bench.scripted_routing import RoutingScript
+from hf_hybridspec.kernels.gated_delta_inputs import ProducerWeights, gated_delta_inputs
+from hf_hybridspec.kernels.linear import gated_linear, gated_norm_linear, norm_linear
+from hf_hybridspec.kernels.moe_experts import ExpertWeights, RoutedRows, expert_down, expert_gate_up, route_rows
+
+EPS = 1e-6
+# Weights that one graph reads before it meets the same ones again: several times the 50 MB of an H200's L2 cache.
+COLD_BYTES = 400e6
+MAX_ROWS = 16
+# Routings that take turns on one layer's experts.
+ROUTINGS = 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a target the pieces need; the defaults are those of Qwen3.6-35B-A3B."""
+
+    hidden: int = 2048
+    num_k_heads: int = 16
+    num_v_heads: int = 32
+    k_dim: int = 128
+    v_dim: int = 128
+    num_query_heads: int = 16
+    num_kv_heads: int = 2
+    head_dim: int = 256
+    num_experts: int = 256
+    top_k: int = 8
+    inner: int = 512
+    vocabulary: int = 248320
+    conv_kernel: int = 4
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.num_k_heads * self.k_dim + self.num_v_heads * self.v_dim
+
+
+TINY = Shape(
+    hidden=64, num_k_heads=2, num_v_heads=4, k_dim=16, v_dim=16, num_query_heads=4, num_kv_heads=2, head_dim=32,
+    num_experts=16, top_k=2, inner=32, vocabulary=65536,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One kernel at one shape and number of rows.
+
+    Attributes:
+        kernel: its name in the table of tiles.
+        calls: run one after another; each returns its result.
+        num_bytes: weights that a call reads, on average.
+    """
+
+    kernel: str
+    calls: list[Callable[[], Tensor]]
+    num_bytes: float
+
+
+class Maker:
+    """Builds pieces with random weights of one dtype on one device.
+
+    Args:
+        only_once: makes one call a piece, for compiling and for checks.
+    """
+
+    def __init__(self, shape: Shape, device: str, dtype: torch.dtype, only_once: bool = False):
+        self.shape, self.device, self.dtype, self.only_once = shape, device, dtype, only_once
+        self._layers: list[ExpertWeights] = []
+        self._generator = torch.Generator(device=device).manual_seed(0)
+
+    def piece(self, name: str, num_rows: int) -> Piece:
+        """The piece `name` of PIECES with `num_rows` rows."""
+        return PIECES[name](self, num_rows)
+
+    def random(self, *sizes: int, scale: float = 1.0) -> Tensor:
+        tensor = torch.empty(*sizes, device=self.device, dtype=self.dtype)
+        return tensor.normal_(0, scale, generator=self._generator)
+
+    def scale(self) -> Tensor:
+        return 1 + 0.1 * self.random(self.shape.hidden).float()
+
+    def copies(self, num_bytes: int) -> int:
+        return 1 if self.only_once else max(4, round(COLD_BYTES / num_bytes))
+
+    def counters(self) -> Tensor:
+        return torch.zeros(self.shape.hidden // 16, dtype=torch.int32, device=self.device)
+
+    def projection(self, kernel: str, size_n: int, size_k: int, run: Callable[[Tensor], Tensor]) -> Piece:
+        """`run` on copies of an `[N, K]` weight in turn."""
+        num_bytes = size_n * size_k * self.dtype.itemsize
+        weights = [self.random(size_n, size_k, scale=size_k**-0.5) for _ in range(self.copies(num_bytes))]
+        return Piece(kernel, [lambda weight=weight: run(weight) for weight in weights], num_bytes)
+
+    def experts(self) -> list[ExpertWeights]:
+        """Two layers' experts, made once: together larger than any cache."""
+        shape = self.shape
+        while len(self._layers) < (1 if self.only_once else 2):
+            self._layers.append(
+                ExpertWeights(
+                    self.random(shape.num_experts, 2 * shape.inner, shape.hidden, scale=shape.hidden**-0.5),
+                    self.random(shape.num_experts, shape.hidden, shape.inner, scale=shape.inner**-0.5),
+                    self.random(2 * shape.inner, shape.hidden, scale=shape.hidden**-0.5),
+                    self.random(shape.hidden, shape.inner, scale=shape.inner**-0.5),
+                )
+            )
+        return self._layers
+
+    def routings(self, num_rows: int) -> list[RoutedRows]:
+        """Routings with U ~ k w^0.66 distinct experts."""
+        script = RoutingScript(ROUTINGS, self.shape.num_experts, self.shape.top_k)
+        generator = np.random.default_rng(num_rows)
+        assignments = script.assignments(script.draw(num_rows, generator), generator)
+        return [
+            scripted_rows(torch.from_numpy(index).to(self.device), self.shape.num_experts) for index in assignments
+        ]
+
+
+def scripted_rows(top_k_index: Tensor, num_experts: int) -> RoutedRows:
+    """What the router would give for `[n, k]` chosen experts, all with the same weight."""
+    num_rows, top_k = top_k_index.shape
+    expert_ids = torch.unique(top_k_index)
+    holds = top_k_index[None] == expert_ids[:, None, None]
+    places = min(num_rows * top_k, num_experts)
+    padded = torch.full((places, MAX_ROWS), -1, dtype=torch.int32, device=top_k_index.device)
+    padded[: len(expert_ids), :num_rows] = torch.where(holds.any(-1), holds.int().argmax(-1), -1).int()
+    ids = torch.zeros(places, dtype=torch.int32, device=top_k_index.device)
+    ids[: len(expert_ids)] = expert_ids.int()
+    weights = torch.full((num_rows, top_k), 1 / top_k, device=top_k_index.device)
+    distinct = torch.tensor([len(expert_ids)], dtype=torch.int32, device=top_k_index.device)
+    return RoutedRows(top_k_index.int(), weights, weights.new_full((num_rows,), 0.5), ids, padded, distinct)
+
+
+def _producer(maker: Maker, num_rows: int) -> Piece:
+    shape, channels, heads = maker.shape, maker.shape.channels, maker.shape.num_v_heads
+    rows, scale = maker.random(num_rows, shape.hidden), maker.scale()
+    conv_weight, state = maker.random(channels, shape.conv_kernel), maker.random(channels, shape.conv_kernel)
+    conv_rows, gates = maker.random(MAX_ROWS, channels), maker.random(2, heads).float()
+
+    def run(weight: Tensor) -> Tensor:
+        weights = ProducerWeights(scale, weight, conv_weight, gates[0], gates[1])
+        return gated_delta_inputs(rows, weights, state, conv_rows, EPS).mixed
+
+    return maker.projection("gated_delta_inputs", channels + heads * (shape.v_dim + 2), shape.hidden, run)
+
+
+def _gated_delta_end(maker: Maker, num_rows: int) -> Piece:
+    shape, heads, counters = maker.shape, (maker.shape.num_v_heads, maker.shape.v_dim), maker.counters()
+    rows, gate, residual = (maker.random(num_rows, *size) for size in (heads, heads, (shape.hidden,)))
+    norm_weight = maker.random(shape.v_dim)
+
+    def run(weight: Tensor) -> Tensor:
+        return gated_norm_linear(rows, gate, norm_weight, weight, residual, EPS, counters)
+
+    return maker.projection("gated_norm_linear", shape.hidden, heads[0] * heads[1], run)
+
+
+def _attention_start(maker: Maker, num_rows: int) -> Piece:
+    shape, scale, rows = maker.shape, maker.scale(), maker.random(num_rows, maker.shape.hidden)
+    size_n = 2 * (shape.num_query_heads + shape.num_kv_heads) * shape.head_dim
+    return maker.projection("norm_linear", size_n, shape.hidden, lambda weight: norm_linear(rows, scale, weight, EPS))
+
+
+def _attention_end(maker: Maker, num_rows: int) -> Piece:
+    shape, counters = maker.shape, maker.counters()
+    heads, size = shape.num_query_heads, shape.head_dim
+    rows, gate = maker.random(num_rows, heads, size), maker.random(num_rows, heads, 2 * size)[..., size:]
+    residual = maker.random(num_rows, shape.hidden)
+
+    def run(weight: Tensor) -> Tensor:
+        return gated_linear(rows, gate, weight, residual, counters)
+
+    return maker.projection("gated_linear", shape.hidden, heads * size, run)
+
+
+def _router(maker: Maker, num_rows: int) -> Piece:
+    shape, scale, counters = maker.shape, maker.scale(), maker.counters()
+    rows = maker.random(num_rows, shape.hidden)
+
+    def run(weight: Tensor) -> Tensor:
+        return route_rows(rows, scale, weight, shape.top_k, EPS, counters).top_k_weights
+
+    return maker.projection("router", shape.num_experts + 1, shape.hidden, run)
+
+
+def _output_head(maker: Maker, num_rows: int) -> Piece:
+    shape, scale, rows = maker.shape, maker.scale(), maker.random(num_rows, maker.shape.hidden)
+    return maker.projection(
+        "wide_norm_linear", shape.vocabulary, shape.hidden, lambda weight: norm_linear(rows, scale, weight, EPS)
+    )
+
+
+def _experts_start(maker: Maker, num_rows: int) -> Piece:
+    rows, scale, routings = maker.random(num_rows, maker.shape.hidden), maker.scale(), maker.routings(num_rows)
+
+    def run(routed: RoutedRows, weights: ExpertWeights) -> Tensor:
+        return expert_gate_up(rows, scale, routed, weights, EPS).routed
+
+    return _over_layers(maker, "expert_gate_up", run, routings, rows_per_expert=2 * maker.shape.inner)
+
+
+def _experts_end(maker: Maker, num_rows: int) -> Piece:
+    residual, routings, counters = (
+        maker.random(num_rows, maker.shape.hidden),
+        maker.routings(num_rows),
+        maker.counters(),
+    )
+    activated = expert_gate_up(residual, maker.scale(), routings[0], maker.experts()[0], EPS)
+
+    def run(routed: RoutedRows, weights: ExpertWeights) -> Tensor:
+        return expert_down(activated, routed, weights, residual, counters)
+
+    return _over_layers(maker, "expert_down", run, routings, rows_per_expert=maker.shape.inner)
+
+
+def _over_layers(maker: Maker, kernel: str, run, routings: list[RoutedRows], rows_per_expert: int) -> Piece:
+    pairs = [(routed, weights) for routed in routings for weights in maker.experts()]
+    if maker.only_once:
+        pairs = pairs[:1]
+    experts = float(np.mean([int(routed.num_distinct) + 1 for routed, _ in pairs]))
+    num_bytes = experts * rows_per_expert * maker.shape.hidden * maker.dtype.itemsize
+    return Piece(kernel, [lambda pair=pair: run(*pair) for pair in pairs], num_bytes)
+
+
+PIECES: dict[str, Callable[[Maker, int], Piece]] = {
+    "gated_delta_inputs": _producer,
+    "gated_norm_linear": _gated_delta_end,
+    "norm_linear": _attention_start,
+    "gated_linear": _attention_end,
+    "router": _router,
+    "expert_gate_up": _experts_start,
+    "expert_down": _experts_end,
+    "wide_norm_linear": _output_head,
+}
