@@ -45,7 +45,7 @@ class Shape:
 
 TINY = Shape(
     hidden=64, num_k_heads=2, num_v_heads=4, k_dim=16, v_dim=16, num_query_heads=4, num_kv_heads=2, head_dim=32,
-    num_experts=16, top_k=2, inner=32, vocabulary=65536,
+    num_experts=16, top_k=2, inner=32, vocabulary=128,
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from itertools import product
+from itertools import chain, pairwise, product
 from pathlib import Path
 
 import torch
@@ -31,6 +31,7 @@ BANDWIDTH = 4.3e12
 # Rows at which a piece is tuned, and at which its best tiles are compared at the end.
 TUNED_ROWS = {"expert_gate_up": (1, 6, 16), "expert_down": (1, 6, 16), "router": (1, 8)}
 COMPARED_ROWS = (1, 4, 8, 16)
+WARPS, STAGES = (2, 4, 8), (2, 3, 4, 5, 7)
 # A graph repeats its calls until it lasts about this long, so that a time is not one of launching graphs.
 CALLS_A_GRAPH = 24
 SHARED_MEMORY = 227 * 1024
@@ -92,9 +93,7 @@ def cuts(kernel: str) -> list[Tile]:
 
 def pipelines(kernel: str, tile: Tile) -> list[Tile]:
     """Round 2: warps and stages of one cut."""
-    tiles = [
-        replace(tile, num_warps=warps, num_stages=stages) for warps, stages in product((2, 4, 8), (2, 3, 4, 5, 7))
-    ]
+    tiles = [replace(tile, num_warps=warps, num_stages=stages) for warps, stages in product(WARPS, STAGES)]
     return [other for other in tiles if other != tile and fits(kernel, other)]
 
 
@@ -166,7 +165,7 @@ def replay_times(graph: torch.cuda.CUDAGraph, replays: int) -> list[float]:
         graph.replay()
         event.record()
     torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in zip(events, events[1:], strict=False)]
+    return [start.elapsed_time(end) for start, end in pairwise(events)]
 
 
 def is_right(piece: Piece, tile: Tile, dtype: torch.dtype) -> bool:
@@ -241,7 +240,7 @@ def search(run: Run, names: list[str]) -> None:
     for name in names:
         mine = [job for job in jobs if job[0] == name]
         plain = [[tile for _, tile in run.found[job] if not tile.overlaps][:1] for job in mine]
-        candidates = [TILES[name], *(tile for job in mine for tile in best_of(job, 2)), *sum(plain, [])]
+        candidates = [TILES[name], *(tile for job in mine for tile in best_of(job, 2)), *chain(*plain)]
         for num_rows in COMPARED_ROWS:
             if not run.is_late():
                 compare(run, name, list(dict.fromkeys(candidates)), num_rows)
