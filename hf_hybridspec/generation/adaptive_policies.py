@@ -11,7 +11,7 @@ from ..calibration.profile import CalibrationProfile
 from ..kernels.length_selection import LengthTables, Selection, correct_length, select_length
 from ..modeling.drafter import Draft, Drafter
 from .pair_identity import pair_identity
-from .policy_base import MIN_LENGTH, LengthPolicy
+from .policy_base import MIN_LENGTH, DeviceLengthPolicy, LengthPolicy
 from .policy_tables import length_tables
 
 
@@ -44,7 +44,7 @@ class CalibratedPolicy(LengthPolicy):
         """`select` for a proposal block of at least one draft."""
 
 
-class HybridSpec(CalibratedPolicy):
+class HybridSpec(CalibratedPolicy, DeviceLengthPolicy):
     """The length with the best Dinkelbach score, and one more row if its experts turn out cheap (equations 5 and 6).
 
     `select_on_device` and `correct_on_device` write and read device tensors only; `select` and `correct` are the same
@@ -91,24 +91,43 @@ class NominalOnly(HybridSpec):
     lookahead = 0
 
 
-class RatioPolicy(CalibratedPolicy):
+class RatioPolicy(CalibratedPolicy, DeviceLengthPolicy):
     """The candidate with the most expected tokens per second of its own round, from the drafter's raw confidence."""
+
+    def __init__(self, profile: CalibrationProfile | str | os.PathLike, is_guarded: bool | None = None):
+        super().__init__(profile, is_guarded)
+        self._tables: dict[tuple[torch.device, int], torch.Tensor] = {}
 
     @abstractmethod
     def candidates(self, num_drafts: int) -> list[int]:
         """Verification lengths to choose from, ascending."""
 
     def choose(self, draft: Draft) -> int:
-        ratios = self.ratios(draft.confidence)
-        return max(self.candidates(draft.confidence.shape[0]), key=ratios.__getitem__)
+        selection = Selection.empty(draft.confidence.shape[0], draft.confidence.device)
+        self.select_on_device(draft, selection)
+        return int(selection.nominal_length)
 
-    def ratios(self, conditional: torch.Tensor) -> dict[int, float]:
-        """Expected tokens per second of every length; `conditional` `[D]` is P(accepted | the prefix was)."""
-        tokens, ratios = 1.0, {}
-        for length, prob in enumerate(conditional.double().cumprod(0).tolist(), start=MIN_LENGTH):
-            tokens += prob
-            ratios[length] = tokens / self.profile.costs.round_seconds(length)
-        return ratios
+    def select_on_device(self, draft: Draft, selection: Selection) -> None:
+        ratios = self.ratios(draft.confidence)
+        # Of equal maxima, argmax takes the first.
+        selection.nominal_length.copy_(ratios.argmax() + MIN_LENGTH)
+
+    def ratios(self, conditional: torch.Tensor) -> torch.Tensor:
+        """`[D]` fp64 expected tokens per second of lengths 2..D + 1, 0 where the length is no candidate.
+
+        `conditional` `[D]` is P(accepted | the prefix was accepted).
+        """
+        tokens = 1 + conditional.double().cumprod(0).cumsum(0)
+        return tokens * self._rates(conditional.device, conditional.shape[0])
+
+    def _rates(self, device: torch.device, num_drafts: int) -> torch.Tensor:
+        """`[D]` fp64 rounds per second, made once; 0 where the length is no candidate."""
+        if (device, num_drafts) not in self._tables:
+            rates = torch.zeros(num_drafts, dtype=torch.float64)
+            for length in self.candidates(num_drafts):
+                rates[length - MIN_LENGTH] = 1 / self.profile.costs.round_seconds(length)
+            self._tables[device, num_drafts] = rates.to(device)
+        return self._tables[device, num_drafts]
 
 
 class DCut(RatioPolicy):
@@ -151,10 +170,9 @@ class ConfidenceScheduler(Evict):
         temperatures = self.profile.acceptance.temperatures
         if temperatures is not None:
             logits = logits / logits.new_tensor(temperatures)[: logits.shape[0]]
-        ratios = self.ratios(torch.sigmoid(logits))
-        longer = range(MIN_LENGTH + 1, len(ratios) + MIN_LENGTH)
-        losses = (length for length in longer if ratios[length] <= ratios[length - 1])
-        return next(losses, len(ratios) + MIN_LENGTH) - 1
+        ratios = self.ratios(torch.sigmoid(logits)).tolist()
+        losses = (index for index in range(1, len(ratios)) if ratios[index] <= ratios[index - 1])
+        return next(losses, len(ratios)) - 1 + MIN_LENGTH
 
 
 CALIBRATED_POLICIES: dict[str, type[CalibratedPolicy]] = {

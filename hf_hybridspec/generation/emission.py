@@ -31,7 +31,9 @@ class Emission:
         generation_config: GenerationConfig,
         streamer: BaseStreamer | None,
     ):
-        self.input_ids = input_ids
+        self._input_ids = input_ids
+        # Tokens that a device round has handed to the host, not yet in `_input_ids`.
+        self._pending: list[int] = []
         self.is_finished = False
         self._max_length = generation_config.max_length
         self._eos_token_id = getattr(generation_config, "_eos_token_tensor", None)
@@ -47,9 +49,27 @@ class Emission:
         self.logits: tuple[torch.Tensor, ...] | None = () if keeps and generation_config.output_logits else None
 
     @property
+    def input_ids(self) -> torch.Tensor:
+        """`[1, n]`, prompt and emitted tokens."""
+        if self._pending:
+            pending = torch.tensor([self._pending], device=self._input_ids.device)
+            self._input_ids, self._pending = torch.cat([self._input_ids, pending], dim=1), []
+        return self._input_ids
+
+    @property
     def remaining(self) -> int:
         """Tokens that the length limit still allows."""
-        return self._max_length - self.input_ids.shape[1]
+        return self._max_length - self._input_ids.shape[1] - len(self._pending)
+
+    @property
+    def stop_tokens(self) -> list[int]:
+        """Tokens that end the sequence."""
+        return [] if self._eos_token_id is None else self._eos_token_id.flatten().tolist()
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether anything but limits and EOS decides where the sequence stops."""
+        return bool(self._per_token or self._per_block)
 
     @property
     def anchor(self) -> torch.Tensor:
@@ -73,13 +93,20 @@ class Emission:
     def append(self, verified: VerifiedTokens, admission: "Admission") -> None:
         """Emits the admitted tokens of the round."""
         tokens = verified.tokens[None, : admission.count]
-        self.input_ids = torch.cat([self.input_ids, tokens], dim=1)
+        self._input_ids = torch.cat([self.input_ids, tokens], dim=1)
         self.is_finished = admission.is_last
         self.scores = self._scores_with(verified, admission.count)
         if self.logits is not None:
             self.logits += tuple(verified.logits[: admission.count].split(1))
         if self._streamer is not None:
             self._streamer.put(tokens.cpu())
+
+    def extend(self, tokens: list[int], is_last: bool) -> None:
+        """Emits tokens that were admitted on the device; they reach `input_ids` when that is next read."""
+        self._pending += tokens
+        self.is_finished = is_last
+        if self._streamer is not None:
+            self._streamer.put(torch.tensor([tokens]))
 
     def end(self) -> None:
         """Tells the streamer that nothing follows."""

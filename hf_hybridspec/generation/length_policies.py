@@ -1,12 +1,15 @@
 """How many rows the target verifies in a round. A length is fixed before any verification draw is made."""
 
+from collections.abc import Hashable
+
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..calibration.profile import CalibrationProfile
+from ..kernels.length_selection import Selection
 from ..modeling.drafter import Draft, Drafter
 from .adaptive_policies import CALIBRATED_POLICIES, ConfidenceScheduler, DCut, Evict, HybridSpec, NominalOnly
-from .policy_base import MIN_LENGTH, LengthPolicy
+from .policy_base import MIN_LENGTH, DeviceLengthPolicy, LengthPolicy
 
 __all__ = [
     "DEFAULT_STATIC_LENGTH",
@@ -33,16 +36,27 @@ DEFAULT_STATIC_LENGTH = 6
 POLICY_NAMES = (*CALIBRATED_POLICIES, "static:W", "full")
 
 
-class Full(LengthPolicy):
+class ConstantLength(DeviceLengthPolicy):
+    """A length that depends on the size of the block alone."""
+
+    @property
+    def key(self) -> Hashable:
+        return self.name
+
+    def select(self, draft: Draft) -> int:
+        return self.longest(draft.tokens.shape[0])
+
+    def select_on_device(self, draft: Draft, selection: Selection) -> None:
+        selection.nominal_length.fill_(self.longest(draft.tokens.shape[0]))
+
+
+class Full(ConstantLength):
     """Verifies every draft token, as vanilla DFlash does."""
 
     name = "full"
 
-    def select(self, draft: Draft) -> int:
-        return draft.tokens.shape[0] + 1
 
-
-class Static(LengthPolicy):
+class Static(ConstantLength):
     """Verifies `length` rows in every round, or all where the drafter proposes fewer.
 
     Raises:
@@ -57,8 +71,8 @@ class Static(LengthPolicy):
         self.length = length
         self.name = f"static:{length}"
 
-    def select(self, draft: Draft) -> int:
-        return min(self.length, draft.tokens.shape[0] + 1)
+    def longest(self, num_drafts: int) -> int:
+        return min(self.length, num_drafts + 1)
 
     def check(self, target: PreTrainedModel, drafter: Drafter) -> None:
         check_policy(self, drafter.num_draft_tokens)

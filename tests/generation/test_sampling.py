@@ -14,7 +14,7 @@ from transformers.generation.logits_process import (
 
 from hf_hybridspec import LengthPolicy, attach
 from hf_hybridspec.generation import verification
-from hf_hybridspec.generation.verification import TokenVerifier
+from hf_hybridspec.generation.verification import TokenVerifier, UniformStream
 from hf_hybridspec.modeling.draft import Draft
 from tests.scenarios import LOOPS, assisted, scripted
 from tests.support import ScriptedDrafter, drafter_config, random_target
@@ -189,30 +189,42 @@ def test_one_verification_is_distributed_as_the_targets(is_rowwise):
 
 
 def test_uniforms_are_drawn_after_the_length_is_fixed(target_pairs, monkeypatch):
-    """Nothing is drawn between two verifications, and one draws as many uniforms as it has rows: a policy that would
-    read a verification draw has none to read."""
+    """Nothing is drawn between two verifications, neither from the global generator nor from the sequence's stream,
+    and one verification draws as many uniforms as it has rows: a policy that would read a draw has none to read."""
     pair = target_pairs["qwen3_5_moe"]
-    states, rows = [], []
-    verify = TokenVerifier.verify
+    states, rows, drawn = [], [], []
+    verify, draw = TokenVerifier.verify, UniformStream.draw
 
-    def watched(self, input_ids, draft_tokens, logits):
+    def watched_verify(self, input_ids, draft_tokens, logits):
         before = torch.get_rng_state()
         result = verify(self, input_ids, draft_tokens, logits)
         states.append((before, torch.get_rng_state()))
         rows.append(logits.shape[0])
         return result
 
-    monkeypatch.setattr(TokenVerifier, "verify", watched)
+    def watched_draw(self, count, device):
+        drawn.append((self.round_index, count))
+        return draw(self, count, device)
+
+    monkeypatch.setattr(TokenVerifier, "verify", watched_verify)
+    monkeypatch.setattr(UniformStream, "draw", watched_draw)
     set_seed(3)
     options = {"max_new_tokens": 40, "do_sample": True, "length_policy": LengthsByDraft()}
     assisted(pair.attached, pair.prompt, scripted(pair.reference), "round", **options)
     assert len(states) > 10 and {2, 3} <= set(rows)
-    for (_, after), (before, _) in itertools.pairwise(states):
-        assert torch.equal(after, before)
-    for (before, after), num_rows in zip(states, rows, strict=True):
-        torch.set_rng_state(before)
-        torch.rand(num_rows)
-        assert torch.equal(torch.get_rng_state(), after)
+    assert drawn == list(zip(range(-1, len(rows) - 1), rows, strict=True))
+    generators = [state for pair_of_states in states for state in pair_of_states]
+    assert all(torch.equal(state, generators[0]) for state in generators)
+
+
+def test_a_stream_is_set_by_the_seed_and_never_repeats():
+    streams = []
+    for seed in (5, 5, 6):
+        set_seed(seed)
+        stream = UniformStream()
+        streams.append(torch.stack([stream.draw(16, "cpu") for _ in range(50)]))
+    assert torch.equal(streams[0], streams[1]) and not torch.equal(streams[0], streams[2])
+    assert streams[0].unique().numel() == streams[0].numel()
 
 
 @pytest.mark.parametrize("loop", LOOPS)
