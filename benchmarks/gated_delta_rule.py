@@ -4,6 +4,7 @@
 
 A round verifies n rows in each of 30 layers and commits all n in one launch (the costliest case). Rounds are captured
 into one CUDA graph per n, which walks through several sets of states, so that every state comes from device memory.
+As in a forward, a layer may fetch its state while the kernel before it ends, but reads rows only when it has ended.
 The graphs of all n are replayed in turn; a time is the median over replays, divided by the rounds in a graph. The
 floor is the traffic of the states at the bandwidth of a large read: once by verify, in and out by commit.
 """
@@ -59,9 +60,16 @@ class Shape:
 
 
 def verify_layers(rows: tuple[torch.Tensor, ...], states: torch.Tensor, factors: CompactFactors) -> torch.Tensor:
-    """One round's verifications: outputs `[L, 1, n, HV, V]`."""
-    layers = range(states.shape[0])
-    return torch.stack([verify_gated_delta_rule(*(x[i] for x in rows), states[i], factors[i]) for i in layers])
+    """One round's verifications: outputs `[L, 1, n, HV, V]`.
+
+    The first layer follows whatever ran before, which may have written its state; the others follow a verification.
+    """
+    return torch.stack(
+        [
+            verify_gated_delta_rule(*(x[i] for x in rows), state, factors[i], state_is_settled=i > 0)
+            for i, state in enumerate(states)
+        ]
+    )
 
 
 def measure_errors(shape: Shape, rows: int, dtype: torch.dtype) -> dict[str, float]:
@@ -141,9 +149,9 @@ def rounds_of(shape: Shape, rows: int, part: str, state_sets: list[torch.Tensor]
     def run(states: torch.Tensor) -> None:
         if part != "commit":
             for i in range(shape.layers):
-                verify_gated_delta_rule(*(x[i] for x in inputs), states[i], factors[i])
+                verify_gated_delta_rule(*(x[i] for x in inputs), states[i], factors[i], state_is_settled=i > 0)
         if part != "verify":
-            commit_gated_delta_rule(states, factors, length)
+            commit_gated_delta_rule(states, factors, length, states_are_settled=part == "round")
 
     for states in state_sets:
         yield lambda states=states: run(states)

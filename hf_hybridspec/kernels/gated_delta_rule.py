@@ -55,6 +55,7 @@ def verify_gated_delta_rule(
     beta: torch.Tensor,
     recurrent_state: torch.Tensor,
     factors: CompactFactors,
+    state_is_settled: bool = False,
 ) -> torch.Tensor:
     """Outputs of n consecutive rows that follow `recurrent_state`, which stays as it is (HybridSpec, section on GDN).
 
@@ -68,6 +69,10 @@ def verify_gated_delta_rule(
         beta: `[B, n, HV]`, write strength, in the dtype in which the host rounds it.
         recurrent_state: `[B, HV, K, V]` fp32, committed state before the block, read only.
         factors: one layer's compact factors with at least n rows.
+        state_is_settled: whether the kernel launched just before this one, on the same stream, leaves
+            `recurrent_state` alone. The state may then be read while that kernel still runs, if it lets this one
+            start early (as the kernels of this package do, none of which does so before all kernels before it have
+            ended). False is always right.
 
     Returns:
         `[B, n, HV, V]` in the dtype of `value`.
@@ -77,11 +82,16 @@ def verify_gated_delta_rule(
     """
     _check_verify(query, key, value, log_decay, beta, recurrent_state, factors)
     kernels = implementation("gated_delta_rule", recurrent_state.device)
-    return kernels.verify_gated_delta_rule(query, key, value, log_decay, beta, recurrent_state, factors)
+    return kernels.verify_gated_delta_rule(
+        query, key, value, log_decay, beta, recurrent_state, factors, state_is_settled
+    )
 
 
 def commit_gated_delta_rule(
-    recurrent_states: torch.Tensor, factors: CompactFactors, commit_length: int | torch.Tensor
+    recurrent_states: torch.Tensor,
+    factors: CompactFactors,
+    commit_length: int | torch.Tensor,
+    states_are_settled: bool = False,
 ) -> None:
     """Advances the states of all layers by the first `commit_length` rows of their blocks, in one launch.
 
@@ -90,13 +100,15 @@ def commit_gated_delta_rule(
         factors: compact factors of the L layers, `[L, B, N, ...]`. Rows from `commit_length` on are never read.
         commit_length: 0..N, an int or an int32 or int64 tensor of one element on the states' device, which the
             Triton implementation reads on the device only (it must be in range: there it is not checked).
+        states_are_settled: whether the kernel launched just before this one leaves `recurrent_states` alone, as for
+            `verify_gated_delta_rule`; a verification does, another commit of the same layers does not.
 
     Raises:
         ValueError: a shape or dtype differs from the above, or an int `commit_length` is out of range.
     """
     _check_commit(recurrent_states, factors, commit_length)
     kernels = implementation("gated_delta_rule", recurrent_states.device)
-    kernels.commit_gated_delta_rule(recurrent_states, factors, commit_length)
+    kernels.commit_gated_delta_rule(recurrent_states, factors, commit_length, states_are_settled)
 
 
 def _check_verify(query, key, value, log_decay, beta, recurrent_state, factors) -> None:

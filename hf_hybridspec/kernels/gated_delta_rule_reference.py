@@ -30,8 +30,9 @@ def verify_gated_delta_rule(
     beta: torch.Tensor,
     recurrent_state: torch.Tensor,
     factors: "CompactFactors",
+    state_is_settled: bool = False,
 ) -> torch.Tensor:
-    """As `gated_delta_rule.verify_gated_delta_rule`."""
+    """As `gated_delta_rule.verify_gated_delta_rule`; nothing here overlaps."""
     rows = query.shape[1]
     verify = _verify_one_row if rows == 1 else _verify_rows
     output, z, unit_key, g = verify(query, key, value, log_decay, beta, recurrent_state)
@@ -42,9 +43,12 @@ def verify_gated_delta_rule(
 
 
 def commit_gated_delta_rule(
-    recurrent_states: torch.Tensor, factors: "CompactFactors", commit_length: int | torch.Tensor
+    recurrent_states: torch.Tensor,
+    factors: "CompactFactors",
+    commit_length: int | torch.Tensor,
+    states_are_settled: bool = False,
 ) -> None:
-    """As `gated_delta_rule.commit_gated_delta_rule`."""
+    """As `gated_delta_rule.commit_gated_delta_rule`; nothing here overlaps."""
     rows = int(commit_length)
     if rows == 0:
         return

@@ -1,18 +1,29 @@
 """Gated delta rule over a block in Triton: one compiled kernel per number of rows, one launch per commit.
 
-Verify: one program per (value-head tile, value head, sequence). It loads its `[K, BV]` tile of the state once, and
-while that is on its way builds the n x n system and its inverse from the keys. Rows are padded to 16, the smallest
-tile of the tensor cores, so that the two products that read the state sum every row in the same order at every n.
-Products take the rows as they came and are scaled by the inverse norms afterwards: a bf16 row stays exact on the
-tensor cores, where the fp32 state is the sum of two bf16 tiles (16 bits of mantissa). With X = I - H strictly lower
-triangular (HybridSpec, section on GDN kernels), H^-1 is
+Verify: one program per (value-head tile, value head, sequence). It loads its `[K, BV]` tile of the state first, and
+while that is on its way builds the n x n system from the keys. Rows are padded to a tile of 16, the smallest of the
+tensor cores: up to 8 rows, keys and queries share one (keys in rows 0..7, queries in rows 8..15), so that one product
+reads the state and one gives K K^T and Q K^T; from 9 rows on each has its own. Products take the rows as they came
+and are scaled by the inverse norms afterwards: a bf16 row stays exact on the tensor cores, where the fp32 state is
+the sum of two bf16 tiles (16 bits of mantissa).
 
-    n = 2, 3, 5, 7   row by row
-    n = 4, 6, 8      inverses of the 4 x 4 diagonal blocks, X^4 = 0, joined by one correction for n > 4
-    n = 9..16        (I + X + X^2 + X^3)(I + X^4 + X^8 + X^12), since X^16 = 0
+H Z = R (HybridSpec, section on GDN kernels) is solved by products alone. With X = I - H strictly lower triangular,
+B its 4 x 4 diagonal blocks and C, F the rest of its 8 x 8 diagonal blocks and what lies outside them:
+
+    D = (I - B)^-1 = (I + B^2)(I + B)     since B^4 = 0
+    Y = D R,   Y <- Y + (D C) Y           the first 8 rows, and the last 8 by themselves
+    Z = Y + (D F + (D C)(D F)) Y          the last 8 rows, given the first
+
+at most four products one after another. Powers of X beyond the third never appear: for rows with nearly equal keys
+they would grow to binomial coefficients that cancel in the sum. What n rows do not need is left out; as it would have
+added zeros, every row comes out the same at every n.
 
 Commit: one program per (value tile, value head, sequence, layer), which reads the length on the device, loads its tile
 and the committed rows, and writes the tile back. Accumulation is fp32 everywhere.
+
+On devices that can, a kernel starts while the one before it ends (programmatic dependent launch). It reads the states
+before it waits for that kernel, if the caller says that they are settled, and all else after. It lets the next kernel
+start only after its own wait: so at every start, all but the kernel just before have ended.
 """
 
 from dataclasses import dataclass
@@ -22,7 +33,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common_triton import launch_device
+from .common_triton import _can_overlap, launch_device, let_next_start, wait_for_previous
 
 if TYPE_CHECKING:
     from .gated_delta_rule import CompactFactors
@@ -43,59 +54,46 @@ VERIFY_TILE = Tile(block_v=32, num_warps=4)
 COMMIT_TILE = Tile(block_v=32, num_warps=4)
 # Of the products with 16-bit activations; fp32 activations take "ieee".
 HALF_PRECISION = "tf32x3"
-# Of the rank-m update, for all activations.
-COMMIT_PRECISION = "ieee"
+# Of the rank-m update, for all activations: within 4e-7 of fp32 products and twice as fast.
+COMMIT_PRECISION = "tf32x3"
 
 
 @triton.jit
-def _block_diagonal_inverse(b_x, SMALL: tl.constexpr, PRECISION: tl.constexpr):
-    """Inverse of I - X for a block-diagonal X whose 4 x 4 blocks are strictly lower triangular."""
+def _solve(b_x, b_right, N: tl.constexpr, SMALL: tl.constexpr, PRECISION: tl.constexpr):
+    """(I - X)^-1 times `[16, BV]` rows, for strictly lower triangular `[16, 16]` X whose rows from N on are zero."""
     o_n = tl.arange(0, SMALL)
-    b_eye = (o_n[:, None] == o_n[None, :]).to(tl.float32)
-    b_square = tl.dot(b_x, b_x, input_precision=PRECISION)
-    return b_eye + b_x + tl.dot(b_square, b_eye + b_x, input_precision=PRECISION)
+    m_block = (o_n[:, None] // 4) == (o_n[None, :] // 4)
+    if N > 1:
+        b_rest = tl.where(m_block, 0.0, b_x)
+        if N > 4:
+            b_x = tl.where(m_block, b_x, 0.0)
+            b_update = b_rest + tl.dot(b_x, b_rest, input_precision=PRECISION)
+        if N > 2:
+            b_square = tl.dot(b_x, b_x, input_precision=PRECISION)
+        b_right += tl.dot(b_x, b_right, input_precision=PRECISION)
+        if N > 4:
+            b_update += tl.dot(b_square, b_update, input_precision=PRECISION)
+        if N > 2:
+            b_right += tl.dot(b_square, b_right, input_precision=PRECISION)
+        if N > 4:
+            m_half = (o_n[:, None] // 8) == (o_n[None, :] // 8)
+            b_near = tl.where(m_half, b_update, 0.0)
+            if N > 8:
+                b_far = tl.where(m_half, 0.0, b_update)
+                b_far += tl.dot(b_near, b_far, input_precision=PRECISION)
+            b_right += tl.dot(b_near, b_right, input_precision=PRECISION)
+            if N > 8:
+                b_right += tl.dot(b_far, b_right, input_precision=PRECISION)
+    return b_right
 
 
 @triton.jit
-def _unit_lower_inverse(b_x, N: tl.constexpr, SMALL: tl.constexpr, PRECISION: tl.constexpr):
-    """Inverse of H = I - X for strictly lower triangular `[16, 16]` X whose rows from N on are zero."""
-    o_n = tl.arange(0, SMALL)
-    b_eye = (o_n[:, None] == o_n[None, :]).to(tl.float32)
-    if N == 1:
-        b_inverse = b_eye
-    elif N == 2 or N == 3 or N == 5 or N == 7:
-        # Row i of the inverse is e_i + X_i (rows before i, already final). Row 1 reads e_0 alone, so it is done.
-        b_inverse = b_eye + tl.where(o_n[:, None] == 1, b_x, 0.0)
-        for i in tl.static_range(2, N):
-            b_row = tl.sum(tl.where(o_n[:, None] == i, b_x, 0.0), axis=0)
-            b_row = tl.sum(b_row[:, None] * b_inverse, axis=0)
-            b_inverse += tl.where(o_n[:, None] == i, b_row[None, :], 0.0)
-    elif N == 4:
-        b_inverse = _block_diagonal_inverse(b_x, SMALL, PRECISION)
-    elif N == 6 or N == 8:
-        m_same_block = (o_n[:, None] // 4) == (o_n[None, :] // 4)
-        b_blocks = _block_diagonal_inverse(tl.where(m_same_block, b_x, 0.0), SMALL, PRECISION)
-        b_corner = tl.dot(tl.where(m_same_block, 0.0, b_x), b_blocks, input_precision=PRECISION)
-        b_inverse = b_blocks + tl.dot(b_blocks, b_corner, input_precision=PRECISION)
-    else:
-        b_x2 = tl.dot(b_x, b_x, input_precision=PRECISION)
-        b_x4 = tl.dot(b_x2, b_x2, input_precision=PRECISION)
-        b_x8 = tl.dot(b_x4, b_x4, input_precision=PRECISION)
-        b_low = b_eye + b_x + b_x2 + tl.dot(b_x, b_x2, input_precision=PRECISION)
-        b_high = b_eye + b_x4 + b_x8 + tl.dot(b_x4, b_x8, input_precision=PRECISION)
-        b_inverse = tl.dot(b_low, b_high, input_precision=PRECISION)
-    return b_inverse
-
-
-@triton.jit
-def _load_rows(p_rows, stride_n, stride_d, N: tl.constexpr, K: tl.constexpr, SMALL: tl.constexpr, BK: tl.constexpr):
-    """`[16, BK]` rows as stored, zero from row N on, and the inverse of each row's L2 norm."""
-    o_n = tl.arange(0, SMALL)
-    o_k = tl.arange(0, BK)
-    m_rows = (o_n[:, None] < N) & (o_k[None, :] < K)
-    b_rows = tl.load(p_rows + o_n[:, None] * stride_n + o_k[None, :] * stride_d, mask=m_rows, other=0.0)
+def _masked_rows(b_rows, m_rows):
+    """`[16, BK]` rows, zero where masked, and each row's squared L2 norm, with the host's epsilon."""
+    # Masked here and not by the load: the copy to shared memory follows the mask, and so all loads of the kernel.
+    b_rows = tl.where(m_rows, b_rows, 0.0).to(b_rows.dtype)
     b_wide = b_rows.to(tl.float32)
-    return b_rows, tl.rsqrt(tl.sum(b_wide * b_wide, axis=1) + 1e-6)
+    return b_rows, tl.sum(b_wide * b_wide, axis=1) + 1e-6
 
 
 @triton.jit
@@ -104,7 +102,7 @@ def _read_state(b_rows, b_state):
     if b_rows.dtype == tl.bfloat16:
         b_high = b_state.to(tl.bfloat16)
         b_low = (b_state - b_high.to(tl.float32)).to(tl.bfloat16)
-        b_read = tl.dot(b_rows, b_high, acc=tl.dot(b_rows, b_low))
+        b_read = tl.dot(b_rows, b_high) + tl.dot(b_rows, b_low)
     elif b_rows.dtype == tl.float16:
         # Exact in tf32, unlike the state, which fp16 could not hold.
         b_read = tl.dot(b_rows.to(tl.float32), b_state, input_precision="tf32")
@@ -128,54 +126,86 @@ def _verify_kernel(
     scale,
     HV: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     SMALL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr, SETTLED: tl.constexpr,
 ):  # fmt: skip
     i_v, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_k = i_h // GROUP
-    o_n = tl.arange(0, SMALL)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    m_n, m_v = o_n < N, o_v < V
+    # Row of the block and whether it is a query's, for each row of the tile.
+    PACKED: tl.constexpr = N <= SMALL // 2
+    HALF: tl.constexpr = SMALL // 2 if PACKED else SMALL
+    o_n, o_r = tl.arange(0, SMALL), tl.arange(0, SMALL) % HALF
+    m_query = o_n >= HALF
+    o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    m_k, m_v = o_k < K, o_v < V
+    m_n, m_r = o_n < N, o_r < N
     m_nv = m_n[:, None] & m_v[None, :]
 
     # 1. The state tile first: everything up to its use runs while it is on its way.
+    if not SETTLED:
+        wait_for_previous(OVERLAPS)
     p_state = state + i_b * stride_sb + i_h.to(tl.int64) * stride_sh
     p_state += o_k[:, None] * stride_sk + o_v[None, :] * stride_sv
-    b_state = tl.load(p_state, mask=(o_k[:, None] < K) & m_v[None, :], other=0.0)
+    b_state = tl.load(p_state, mask=m_k[:, None] & m_v[None, :], other=0.0)
+    if SETTLED:
+        wait_for_previous(OVERLAPS)
+    let_next_start(OVERLAPS)
 
+    p_key = key + i_b * stride_kb + i_k * stride_kh + o_r[:, None] * stride_kn + o_k[None, :] * stride_kd
+    p_query = query + i_b * stride_qb + i_k * stride_qh + o_r[:, None] * stride_qn + o_k[None, :] * stride_qd
+    m_rows = m_r[:, None] & m_k[None, :]
+    if PACKED:
+        b_query = tl.load(tl.where(m_query[:, None], p_query, p_key), mask=m_rows)
+    else:
+        b_key = tl.load(p_key, mask=m_rows)
+        b_query = tl.load(p_query, mask=m_rows)
     p_gate = log_decay + i_b * stride_gb + i_h * stride_gh
-    b_decay = tl.load(p_gate + o_n * stride_gn, mask=m_n, other=0.0)
+    # One number at a time: the sums then need no exchange between threads, in whatever layout they are used.
+    b_g = tl.zeros([SMALL], tl.float32)
+    for i in tl.static_range(N):
+        b_g += tl.where(o_r >= i, tl.load(p_gate + i * stride_gn), 0.0)
     b_beta = tl.load(beta + i_b * stride_bb + o_n * stride_bn + i_h * stride_bh, mask=m_n, other=0.0).to(tl.float32)
     p_value = value + i_b * stride_vb + o_n[:, None] * stride_vn + i_h * stride_vh + o_v[None, :] * stride_vd
     b_value = tl.load(p_value, mask=m_nv, other=0.0).to(tl.float32)
-    p_key, p_query = key + i_b * stride_kb + i_k * stride_kh, query + i_b * stride_qb + i_k * stride_qh
-    b_key, b_key_scale = _load_rows(p_key, stride_kn, stride_kd, N, K, SMALL, BK)
-    b_query, b_query_scale = _load_rows(p_query, stride_qn, stride_qd, N, K, SMALL, BK)
+    b_query, b_query_squares = _masked_rows(b_query, m_rows)
+    if PACKED:
+        b_key, b_key_squares = b_query, b_query_squares
+    else:
+        b_key, b_key_squares = _masked_rows(b_key, m_rows)
+    b_key_scale, b_query_scale = tl.rsqrt(b_key_squares), tl.rsqrt(b_query_squares) * scale
 
-    # 2. Gamma, with the exponents of later rows masked before they can overflow, and H^-1.
-    b_g = tl.cumsum(b_decay, axis=0)
-    m_seen = (o_n[:, None] >= o_n[None, :]) & m_n[:, None]
-    b_gamma = tl.exp(tl.where(m_seen, b_g[:, None] - b_g[None, :], float("-inf"))) * b_key_scale[None, :]
+    # 2. Gamma o K K^T and Gamma o Q K^T, with the exponents of later rows masked before they can overflow.
+    m_seen = (o_r[:, None] >= o_n[None, :]) & m_n[None, :]
+    b_gamma = tl.exp(tl.where(m_seen, b_g[:, None] - b_g[None, :], float("-inf")))
     b_keys = tl.trans(b_key)
-    b_system = b_gamma * tl.dot(b_key, b_keys, input_precision="ieee") * (b_beta * b_key_scale)[:, None]
-    b_inverse = _unit_lower_inverse(tl.where(o_n[:, None] > o_n[None, :], -b_system, 0.0), N, SMALL, PRECISION)
-    b_attend = b_gamma * tl.dot(b_query, b_keys, input_precision="ieee") * (b_query_scale * scale)[:, None]
+    b_attend = b_gamma * tl.dot(b_query, b_keys, input_precision="ieee")
+    b_overlap = b_attend
+    if not PACKED:
+        b_overlap = b_gamma * tl.dot(b_key, b_keys, input_precision="ieee")
+    m_before = (o_n[:, None] > o_n[None, :]) & m_n[:, None]
+    b_strength = b_beta * b_key_scale
+    b_system = tl.where(m_before, -(b_strength * b_key_scale)[:, None] * b_overlap, 0.0)
 
-    # 3. Equations 3 and 10.
+    # 3. Equations 3 and 10, for the rows of Z times their keys' inverse norms.
     b_decay = tl.exp(b_g)
-    b_right = b_value - (b_decay * b_key_scale)[:, None] * _read_state(b_key, b_state)
-    b_z = tl.dot(b_inverse, b_beta[:, None] * b_right, input_precision=PRECISION)
-    b_output = (b_decay * b_query_scale * scale)[:, None] * _read_state(b_query, b_state)
-    b_output += tl.dot(b_attend, b_z, input_precision=PRECISION)
+    b_output = b_decay[:, None] * _read_state(b_query, b_state)
+    b_read = b_output
+    if not PACKED:
+        b_read = b_decay[:, None] * _read_state(b_key, b_state)
+    b_right = tl.where(m_n[:, None], b_strength[:, None] * (b_value - b_key_scale[:, None] * b_read), 0.0)
+    b_z = _solve(b_system, b_right, N, SMALL, PRECISION)
+    b_output = (b_output + tl.dot(b_attend, b_z, input_precision=PRECISION)) * b_query_scale[:, None]
+    b_z *= tl.sqrt(b_key_squares)[:, None]
 
-    p_output = output + ((i_b * N + o_n[:, None]) * HV + i_h) * V + o_v[None, :]
-    tl.store(p_output, b_output.to(output.dtype.element_ty), mask=m_nv)
+    m_output = ((m_query & m_r) if PACKED else m_n)[:, None] & m_v[None, :]
+    p_output = output + ((i_b * N + o_r[:, None]) * HV + i_h) * V + o_v[None, :]
+    tl.store(p_output, b_output.to(output.dtype.element_ty), mask=m_output)
     p_z = factor_z + i_b * stride_zb + o_n[:, None] * stride_zn + i_h * stride_zh + o_v[None, :] * stride_zd
     tl.store(p_z, b_z, mask=m_nv)
     if i_v == 0:
         tl.store(factor_g + i_b * stride_cb + o_n * stride_cn + i_h * stride_ch, b_g, mask=m_n)
         if i_h % GROUP == 0:
             p_k = factor_k + i_b * stride_fb + o_n[:, None] * stride_fn + i_k * stride_fh + o_k[None, :] * stride_fd
-            tl.store(p_k, b_key.to(tl.float32) * b_key_scale[:, None], mask=m_n[:, None] & (o_k[None, :] < K))
+            tl.store(p_k, b_key.to(tl.float32) * b_key_scale[:, None], mask=m_n[:, None] & m_k[None, :])
 
 
 @triton.jit(do_not_specialize=["commit_length"])
@@ -187,21 +217,25 @@ def _commit_kernel(
     stride_cl, stride_cb, stride_cn, stride_ch,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     SMALL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr, ON_DEVICE: tl.constexpr,
+    OVERLAPS: tl.constexpr, SETTLED: tl.constexpr,
 ):  # fmt: skip
     i_v, i_h, i_b = tl.program_id(0), tl.program_id(1) % HV, (tl.program_id(1) // HV).to(tl.int64)
     i_l, i_k = tl.program_id(2).to(tl.int64), i_h // GROUP
+    o_n, o_k, o_v = tl.arange(0, SMALL), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    m_k, m_v = o_k < K, o_v < V
+    m_state = m_k[:, None] & m_v[None, :]
+    p_state = states + i_l * stride_sl + i_b * stride_sb + i_h.to(tl.int64) * stride_sh
+    p_state += o_k[:, None] * stride_sk + o_v[None, :] * stride_sv
+    if not SETTLED:
+        wait_for_previous(OVERLAPS)
+    b_state = tl.load(p_state, mask=m_state, other=0.0)
+    if SETTLED:
+        wait_for_previous(OVERLAPS)
+    let_next_start(OVERLAPS)
+
     num_rows = tl.load(commit_length).to(tl.int32) if ON_DEVICE else commit_length
     if num_rows > 0:
-        o_n = tl.arange(0, SMALL)
-        o_k = tl.arange(0, BK)
-        o_v = i_v * BV + tl.arange(0, BV)
-        m_n, m_k, m_v = o_n < num_rows, o_k < K, o_v < V
-
-        p_state = states + i_l * stride_sl + i_b * stride_sb + i_h.to(tl.int64) * stride_sh
-        p_state += o_k[:, None] * stride_sk + o_v[None, :] * stride_sv
-        m_state = m_k[:, None] & m_v[None, :]
-        b_state = tl.load(p_state, mask=m_state, other=0.0)
-
+        m_n = o_n < num_rows
         p_g = factor_g + i_l * stride_cl + i_b * stride_cb + i_h * stride_ch
         b_g = tl.load(p_g + o_n * stride_cn, mask=m_n, other=0.0)
         b_last = tl.load(p_g + (num_rows - 1) * stride_cn)
@@ -225,6 +259,7 @@ def verify_gated_delta_rule(
     beta: torch.Tensor,
     recurrent_state: torch.Tensor,
     factors: "CompactFactors",
+    state_is_settled: bool = False,
 ) -> torch.Tensor:
     """As `gated_delta_rule.verify_gated_delta_rule`."""
     batch, rows, num_k_heads, k_dim = key.shape
@@ -239,13 +274,17 @@ def verify_gated_delta_rule(
             k_dim**-0.5,
             HV=num_v_heads, GROUP=num_v_heads // num_k_heads, N=rows, K=k_dim, V=v_dim,
             SMALL=PADDED_ROWS, BK=_padded(k_dim), BV=block_v,
-            PRECISION="ieee" if value.dtype == torch.float32 else HALF_PRECISION, num_warps=VERIFY_TILE.num_warps,
+            PRECISION="ieee" if value.dtype == torch.float32 else HALF_PRECISION,
+            **_launch_options(VERIFY_TILE, value, state_is_settled),
         )  # fmt: skip
     return output
 
 
 def commit_gated_delta_rule(
-    recurrent_states: torch.Tensor, factors: "CompactFactors", commit_length: int | torch.Tensor
+    recurrent_states: torch.Tensor,
+    factors: "CompactFactors",
+    commit_length: int | torch.Tensor,
+    states_are_settled: bool = False,
 ) -> None:
     """As `gated_delta_rule.commit_gated_delta_rule`."""
     layers, batch, num_v_heads, k_dim, v_dim = recurrent_states.shape
@@ -257,8 +296,16 @@ def commit_gated_delta_rule(
             HV=num_v_heads, GROUP=num_v_heads // factors.k.shape[3], K=k_dim, V=v_dim,
             SMALL=PADDED_ROWS, BK=_padded(k_dim), BV=block_v,
             PRECISION=COMMIT_PRECISION, ON_DEVICE=isinstance(commit_length, torch.Tensor),
-            num_warps=COMMIT_TILE.num_warps,
+            **_launch_options(COMMIT_TILE, recurrent_states, states_are_settled),
         )  # fmt: skip
+
+
+def _launch_options(tile: Tile, tensor: torch.Tensor, settled: bool) -> dict:
+    """Warps, and whether the kernel starts while the one before it ends and reads states before it has ended."""
+    options = {"num_warps": tile.num_warps, "OVERLAPS": False, "SETTLED": False}
+    if tensor.is_cuda and _can_overlap(tensor.device):
+        options |= {"OVERLAPS": True, "SETTLED": settled, "launch_pdl": True}
+    return options
 
 
 def _block_v(tile: Tile, v_dim: int) -> int:

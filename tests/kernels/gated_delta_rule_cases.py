@@ -70,6 +70,12 @@ def random_block(
     return on_device(Block(**fields, log_decay=log_decay, beta=beta, recurrent_state=state), device)
 
 
+def with_nearly_equal_keys(block: Block) -> Block:
+    """The block as repeated tokens make it: keys almost alike, hardly any decay, every row written in full."""
+    key = block.key[:, :1] + 0.01 * block.key
+    return replace(block, key=key, log_decay=1e-3 * block.log_decay, beta=torch.full_like(block.beta, 0.99))
+
+
 def on_device(block: Block, device: str) -> Block:
     return replace(block, **{name: tensor.to(device) for name, tensor in vars(block).items()})
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from hf_hybridspec.kernels.dispatch import use_kernels
-from hf_hybridspec.kernels.gated_delta_rule import commit_gated_delta_rule, verify_gated_delta_rule
+from hf_hybridspec.kernels.gated_delta_rule import CompactFactors, commit_gated_delta_rule, verify_gated_delta_rule
 
-from .gated_delta_rule_cases import random_block, recurrence, relative_error
+from .gated_delta_rule_cases import random_block, recurrence, relative_error, with_nearly_equal_keys
 
 pytestmark = pytest.mark.gpu
 
@@ -78,6 +78,54 @@ def test_graphs_replay_with_lengths_from_device_memory_and_no_synchronisation():
             torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(output, eager_output)
         assert torch.equal(state, eager_state)
+
+
+def test_reading_settled_states_early_changes_nothing():
+    """Rounds of several layers in one graph: kernels that start early and read states before they wait, or do not."""
+    layers, rows, rounds = 8, 4, 6
+    blocks = [random_block(rows, dtype=torch.bfloat16, device="cuda", seed=i, **SHAPE) for i in range(layers)]
+    factors = [block.factors(rows) for block in blocks]
+    stacked = CompactFactors(*(torch.stack(x) for x in zip(*((f.z, f.k, f.g) for f in factors), strict=True)))
+    length = torch.tensor([3], dtype=torch.int32, device="cuda")
+    results = []
+    for settled in (False, True):
+        states = torch.stack([block.recurrent_state for block in blocks])
+        before = states.clone()
+        rounds_of_layers(blocks, states, stacked, length, 1, settled)
+        states.copy_(before)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = rounds_of_layers(blocks, states, stacked, length, rounds, settled)
+        for _ in range(3):
+            states.copy_(before)
+            graph.replay()
+            results.append((states.clone(), outputs.clone()))
+    for states, outputs in results[1:]:
+        assert torch.equal(states, results[0][0]) and torch.equal(outputs, results[0][1])
+
+
+def rounds_of_layers(blocks, states, factors, length, rounds, settled) -> torch.Tensor:
+    """Outputs of all rounds; every layer's state is read by its verification and written by the round's commit."""
+    outputs = []
+    for _ in range(rounds):
+        for i, block in enumerate(blocks):
+            inputs = block.inputs[:5]
+            early = settled and i > 0
+            outputs.append(verify_gated_delta_rule(*inputs, states[i], factors[i], state_is_settled=early))
+        commit_gated_delta_rule(states, factors, length, states_are_settled=settled)
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("rows", [4, 8, 16])
+def test_nearly_equal_keys_stay_within_the_limits(rows):
+    """Repeated tokens: powers of the system's matrix grow to binomial coefficients, which must not appear."""
+    block = with_nearly_equal_keys(random_block(rows, dtype=torch.bfloat16, device="cuda", **SHAPE))
+    factors, state = block.factors(), block.recurrent_state.clone()
+    output = verify_gated_delta_rule(*block.inputs, factors)
+    commit_gated_delta_rule(state[None], factors[None], rows)
+    expected, states = recurrence(block)
+    assert relative_error(output, expected) < LIMITS[torch.bfloat16][0]
+    assert relative_error(state, states[rows]) < LIMITS[torch.bfloat16][1]
 
 
 def test_the_reference_runs_on_the_device_as_well():

@@ -6,7 +6,7 @@ import torch
 from hf_hybridspec.kernels.dispatch import use_kernels
 from hf_hybridspec.kernels.gated_delta_rule import CompactFactors, commit_gated_delta_rule, verify_gated_delta_rule
 
-from .gated_delta_rule_cases import Block, random_block, recurrence, relative_error
+from .gated_delta_rule_cases import Block, random_block, recurrence, relative_error, with_nearly_equal_keys
 
 # Exact fp32 products ("ieee"), so only the order of summation differs from the reference; measured up to 4e-7.
 TOLERANCE = 1e-6
@@ -108,6 +108,29 @@ def test_extreme_and_vanishing_decays_in_one_block_stay_exact(rows, triton_devic
     state = block.recurrent_state[None].clone()
     commit_gated_delta_rule(state, factors[None], rows)
     assert relative_error(state[0], states[rows]) < 3e-5
+
+
+@pytest.mark.parametrize("rows", [4, 8, 16])
+def test_nearly_equal_keys_stay_exact(rows, triton_device):
+    """Powers of the system's matrix would grow to binomial coefficients (6435 at 16 rows) that cancel in the sum."""
+    block = with_nearly_equal_keys(random_block(rows, 1, 2, device=triton_device))
+    factors, state = block.factors(), block.recurrent_state[None].clone()
+    output = verify_gated_delta_rule(*block.inputs, factors)
+    commit_gated_delta_rule(state, factors[None], rows)
+    expected, states = recurrence(block)
+    assert relative_error(output, expected) < TOLERANCE
+    assert relative_error(state[0], states[rows]) < TOLERANCE
+
+
+def test_settled_states_give_the_same(triton_device):
+    block = random_block(3, device=triton_device)
+    factors = [block.factors(rows=3) for _ in range(2)]
+    outputs = [verify_gated_delta_rule(*block.inputs, f, state_is_settled=i == 1) for i, f in enumerate(factors)]
+    assert torch.equal(*outputs)
+    states = [block.recurrent_state[None].clone() for _ in range(2)]
+    for i, state in enumerate(states):
+        commit_gated_delta_rule(state, factors[0][None], 2, states_are_settled=i == 1)
+    assert torch.equal(*states)
 
 
 def test_a_row_does_not_depend_on_later_rows(triton_device):
