@@ -19,6 +19,7 @@ class ProducerWeights:
     Attributes:
         norm_scale: `[hidden]` fp32, factor of the norm before the layer.
         projection: `[C + HV * V + 2 * HV, hidden]`, rows of query, key and value channels, output gate, b, a.
+        row_order: None, or int32 `[C + HV * V + 2 * HV]`: where in `projection` each of these rows lies.
         conv_weight: `[C, kernel]`.
         A_log: `[HV]`.
         dt_bias: `[HV]`.
@@ -29,6 +30,7 @@ class ProducerWeights:
     conv_weight: torch.Tensor
     A_log: torch.Tensor
     dt_bias: torch.Tensor
+    row_order: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ def gated_delta_inputs(
             f"projection must be [C + HV * V + 2 * HV, {hidden.shape[1]}] of {hidden.dtype} with C = {channels} and "
             f"HV = {heads}, got {weights.projection.dtype} {tuple(weights.projection.shape)}."
         )
+    if (order := weights.row_order) is not None and (order.shape != (rows,) or order.dtype != torch.int32):
+        raise ValueError(f"row_order must be None or int32 [{rows}], got {order.dtype} {tuple(order.shape)}.")
     if conv_state.shape != weights.conv_weight.shape:
         raise ValueError(f"conv_state must be {tuple(weights.conv_weight.shape)}, got {tuple(conv_state.shape)}.")
     if conv_rows.dim() != 2 or conv_rows.shape[0] < hidden.shape[0] or conv_rows.shape[1] != channels:

@@ -18,6 +18,8 @@ def gated_delta_inputs(hidden, weights: ProducerWeights, conv_state, conv_rows, 
     wide = hidden.float()
     normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * weights.norm_scale
     projected = F.linear(normed.to(hidden.dtype), weights.projection)
+    if weights.row_order is not None:
+        projected = projected[:, weights.row_order.long()]
     channels, heads = weights.conv_weight.shape[0], weights.A_log.shape[0]
     rows, z, b, a = projected.split([channels, projected.shape[1] - channels - 2 * heads, heads, heads], dim=-1)
     conv_rows[: hidden.shape[0]] = rows

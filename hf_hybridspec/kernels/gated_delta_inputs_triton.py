@@ -34,23 +34,27 @@ def _convolve(b_rows, p_history, p_weight, o_r, o_n, m_n, KERNEL: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _producer_kernel(
-    hidden, scale, weight, conv_weight, conv_state, A_log, dt_bias, conv_rows, mixed, z, log_decay, beta, eps,
-    num_rows, stride_xn, stride_xk, stride_wn, stride_wk, stride_cn,
+    hidden, scale, weight, row_order, conv_weight, conv_state, A_log, dt_bias, conv_rows, mixed, z, log_decay, beta,
+    eps, num_rows, stride_xn, stride_xk, stride_wn, stride_wk, stride_cn,
     H: tl.constexpr, C: tl.constexpr, Z: tl.constexpr, HEADS: tl.constexpr,
-    KERNEL: tl.constexpr, SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    KERNEL: tl.constexpr, REORDERED: tl.constexpr,
+    SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     i_n = tl.program_id(0)
     o_r, o_n = tl.arange(0, SMALL), i_n * BN + tl.arange(0, BN)
     m_r, m_n = o_r < num_rows, o_n < C + Z + 2 * HEADS
-    prefetch_rows(weight, o_n, 0, stride_wn, stride_wk, C + Z + 2 * HEADS, H, PREFETCH, OVERLAPS)
+    o_source = o_n
+    if REORDERED:
+        o_source = tl.load(row_order + o_n, mask=m_n, other=0)
+    prefetch_rows(weight, o_source, 0, stride_wn, stride_wk, C + Z + 2 * HEADS, H, PREFETCH, OVERLAPS)
     wait_for_previous(OVERLAPS)
     b_sum = tl.zeros([SMALL, BN], tl.float32)
     b_squares = tl.zeros([SMALL], tl.float32)
     for i_k in range(tl.cdiv(H, BK)):
         o_k = i_k * BK + tl.arange(0, BK)
         m_k = o_k < H
-        b_weight = load_tile(weight, o_n, o_k, stride_wn, stride_wk, m_n, m_k)
+        b_weight = load_tile(weight, o_source, o_k, stride_wn, stride_wk, m_n, m_k)
         b_rows = load_tile(hidden, o_r, o_k, stride_xn, stride_xk, m_r, m_k)
         b_scale = tl.load(scale + o_k, mask=m_k, other=0.0)
         b_rows, b_squares = prepare_rows(b_rows, b_rows, b_scale, b_squares, eps, NORM, BK)
@@ -95,11 +99,11 @@ def gated_delta_inputs(hidden, weights: ProducerWeights, conv_state, conv_rows, 
     tile = tile_of("gated_delta_inputs")
     with launch_device(hidden):
         _producer_kernel[(triton.cdiv(weights.projection.shape[0], tile.block_n),)](
-            hidden, weights.norm_scale, weights.projection, weights.conv_weight, conv_state.contiguous(),
-            weights.A_log, weights.dt_bias, conv_rows, produced.mixed, produced.z, produced.log_decay, produced.beta,
-            eps, num_rows, *hidden.stride(), *weights.projection.stride(), conv_rows.stride(0),
+            hidden, weights.norm_scale, weights.projection, weights.row_order, weights.conv_weight,
+            conv_state.contiguous(), weights.A_log, weights.dt_bias, conv_rows,
+            produced.mixed, produced.z, produced.log_decay, produced.beta, eps, num_rows, *hidden.stride(), *weights.projection.stride(), conv_rows.stride(0),
             H=size, C=channels, Z=gates, HEADS=heads, KERNEL=kernel,
-            SMALL=PADDED_ROWS, BN=tile.block_n, BK=tile.block_k,
+            REORDERED=weights.row_order is not None, SMALL=PADDED_ROWS, BN=tile.block_n, BK=tile.block_k,
             PRECISION="ieee" if hidden.dtype == torch.float32 else "tf32", **launch_options(tile, hidden),
         )  # fmt: skip
     return produced

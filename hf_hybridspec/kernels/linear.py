@@ -39,6 +39,7 @@ def gated_norm_linear(
     residual: torch.Tensor,
     eps: float,
     counters: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """RMSNorm of each head, times SiLU of its gate, then a projection added to the residual: the end of a GDN layer.
 
@@ -50,6 +51,7 @@ def gated_norm_linear(
         residual: `[n, N]`.
         counters: int32 zeros, at least one per 16 columns of N; they are zero again afterwards. None: made here, which
             a captured graph should not do.
+        output: contiguous `[n, N]` to write to, as when another graph reads it. None: made here.
 
     Returns:
         `[n, N]` in the dtype of `rows`.
@@ -61,8 +63,10 @@ def gated_norm_linear(
     _check_shape("gate", gate, tuple(rows.shape))
     _check_shape("norm_weight", norm_weight, (rows.shape[2],))
     _check_shape("residual", residual, (rows.shape[0], weight.shape[0]))
+    if output is not None:
+        _check_shape("output", output, tuple(residual.shape))
     kernels = implementation("linear", rows.device)
-    return kernels.gated_norm_linear(rows, gate, norm_weight, weight, residual, eps, counters)
+    return kernels.gated_norm_linear(rows, gate, norm_weight, weight, residual, eps, counters, output)
 
 
 def gated_linear(

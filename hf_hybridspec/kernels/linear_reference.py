@@ -18,11 +18,12 @@ def norm_linear(rows: torch.Tensor, norm_scale: torch.Tensor, weight: torch.Tens
     return F.linear(normed.to(rows.dtype), weight)
 
 
-def gated_norm_linear(rows, gate, norm_weight, weight, residual, eps, counters=None) -> torch.Tensor:
+def gated_norm_linear(rows, gate, norm_weight, weight, residual, eps, counters=None, output=None) -> torch.Tensor:
     """As `linear.gated_norm_linear`; needs no counters."""
     normed = norm_weight * _normalised(rows, eps).to(rows.dtype)
     mixed = (normed * F.silu(gate.float())).to(rows.dtype)
-    return _add_projection(residual, mixed.flatten(1), weight)
+    result = _add_projection(residual, mixed.flatten(1), weight)
+    return result if output is None else output.copy_(result)
 
 
 def gated_linear(rows, gate, weight, residual, counters=None) -> torch.Tensor:

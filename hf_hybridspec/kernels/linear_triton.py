@@ -112,9 +112,9 @@ def norm_linear(rows: torch.Tensor, norm_scale: torch.Tensor, weight: torch.Tens
     return _launch(kernel, NORM, rows[:, None], rows[:, None], norm_scale, weight, None, eps, None)
 
 
-def gated_norm_linear(rows, gate, norm_weight, weight, residual, eps, counters=None) -> torch.Tensor:
+def gated_norm_linear(rows, gate, norm_weight, weight, residual, eps, counters=None, output=None) -> torch.Tensor:
     """As `linear.gated_norm_linear`."""
-    return _launch("gated_norm_linear", GATED_NORM, rows, gate, norm_weight, weight, residual, eps, counters)
+    return _launch("gated_norm_linear", GATED_NORM, rows, gate, norm_weight, weight, residual, eps, counters, output)
 
 
 def gated_linear(rows, gate, weight, residual, counters=None) -> torch.Tensor:
@@ -122,14 +122,14 @@ def gated_linear(rows, gate, weight, residual, counters=None) -> torch.Tensor:
     return _launch("gated_linear", GATED, rows, gate, rows, weight, residual, 0.0, counters)
 
 
-def _launch(kernel, kind, rows, gate, scale, weight, residual, eps, counters) -> torch.Tensor:
+def _launch(kernel, kind, rows, gate, scale, weight, residual, eps, counters, output=None) -> torch.Tensor:
     tile = tile_of(kernel)
     (num_rows, heads, width), size_n = rows.shape, weight.shape[0]
     # A head is normalised within its step; elsewhere a step is a part of a head, and heads may lie anywhere.
     widest = max(16, triton.next_power_of_2(width))
     block_k = widest if kind == GATED_NORM else min(tile.block_k, widest)
     num_tiles = triton.cdiv(size_n, tile.block_n)
-    output = rows.new_empty(num_rows, size_n)
+    output = rows.new_empty(num_rows, size_n) if output is None else output
     residual = output if residual is None else residual
     partial = rows.new_empty((tile.splits, PADDED_ROWS, size_n) if tile.splits > 1 else (0,), dtype=torch.float32)
     if counters is None and tile.splits > 1:

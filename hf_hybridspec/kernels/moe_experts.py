@@ -17,7 +17,8 @@ MAX_ROWS = 16
 class RoutedRows:
     """What the router decides for n rows, and the same read by expert.
 
-    P = min(n * k, E) places are enough for the distinct experts; entries from `num_distinct` on are undefined.
+    P = min(n * k, E) places are enough for the distinct experts; entries from `num_distinct` on are undefined. The
+    list may be of more rows than the fields by row hold: experts that none of these selected are passed over.
 
     Attributes:
         top_k_index: `[n, k]` int32, experts of each row, most probable first.
@@ -35,6 +36,26 @@ class RoutedRows:
     expert_ids: torch.Tensor
     slots: torch.Tensor
     num_distinct: torch.Tensor
+
+    @classmethod
+    def empty(cls, rows: torch.Tensor, top_k: int, num_experts: int) -> "RoutedRows":
+        """Room for the routing of as many rows as `rows` has, on its device."""
+        num_rows = rows.shape[0]
+        places = min(num_rows * top_k, num_experts)
+        integers = {"dtype": torch.int32, "device": rows.device}
+        return cls(
+            top_k_index=torch.empty(num_rows, top_k, **integers),
+            top_k_weights=rows.new_empty(num_rows, top_k, dtype=torch.float32),
+            shared_gate=rows.new_empty(num_rows, dtype=torch.float32),
+            expert_ids=torch.empty(places, **integers),
+            slots=torch.empty(places, MAX_ROWS, **integers),
+            num_distinct=torch.empty(1, **integers),
+        )
+
+    def first(self, num_rows: int) -> "RoutedRows":
+        """The routing of the first rows, views; experts that none of them selected stay in the list."""
+        by_row = (self.top_k_index, self.top_k_weights, self.shared_gate)
+        return RoutedRows(*(field[:num_rows] for field in by_row), self.expert_ids, self.slots, self.num_distinct)
 
 
 @dataclass(frozen=True)
@@ -69,6 +90,7 @@ def route_rows(
     top_k: int,
     eps: float,
     counters: torch.Tensor | None = None,
+    routed: RoutedRows | None = None,
 ) -> RoutedRows:
     """RMSNorm, router, softmax, top-k and the list of distinct experts, in one launch.
 
@@ -78,6 +100,8 @@ def route_rows(
         weight: `[E + 1, H]`, the router's rows and, last, the shared expert's gate.
         top_k: experts of a row.
         counters: one int32 zero, zero again afterwards. None: made here, which a captured graph should not do.
+        routed: from `RoutedRows.empty` with n rows or more, written to and returned as the views of n rows, as when
+            another graph reads it. None: made here.
 
     Raises:
         ValueError: a shape or dtype differs from the above.
@@ -90,7 +114,20 @@ def route_rows(
     if not 1 <= top_k < weight.shape[0]:
         raise ValueError(f"top_k must be in [1, {weight.shape[0] - 1}], the number of experts, got {top_k}.")
     _check_shape("norm_scale", norm_scale, (rows.shape[1],))
-    return implementation("moe_experts", rows.device).route_rows(rows, norm_scale, weight, top_k, eps, counters)
+    num_rows, num_experts = rows.shape[0], weight.shape[0] - 1
+    if routed is None:
+        routed = RoutedRows.empty(rows, top_k, num_experts)
+    elif routed.top_k_index.shape[0] < num_rows or routed.top_k_index.shape[1] != top_k:
+        raise ValueError(
+            f"routed must hold [{num_rows}, {top_k}] choices or more rows, got {tuple(routed.top_k_index.shape)}."
+        )
+    places = min(num_rows * top_k, num_experts)
+    by_row = (routed.top_k_index, routed.top_k_weights, routed.shared_gate)
+    by_place = (field[:places] for field in (routed.expert_ids, routed.slots))
+    routed = RoutedRows(*(field[:num_rows] for field in by_row), *by_place, routed.num_distinct)
+    kernels = implementation("moe_experts", rows.device)
+    kernels.route_rows(rows, norm_scale, weight, top_k, eps, counters, routed)
+    return routed
 
 
 def expert_gate_up(

@@ -9,11 +9,11 @@ What the host rounds to the activation dtype is rounded here too; the weighted s
 import torch
 import torch.nn.functional as F
 
-from .moe_experts import MAX_ROWS, ActivatedRows, ExpertWeights, RoutedRows
+from .moe_experts import ActivatedRows, ExpertWeights, RoutedRows
 
 
-def route_rows(rows, norm_scale, weight, top_k, eps, counters=None) -> RoutedRows:
-    """As `moe_experts.route_rows`; needs no counters."""
+def route_rows(rows, norm_scale, weight, top_k, eps, counters, routed: RoutedRows) -> None:
+    """As `moe_experts.route_rows`, into `routed`; needs no counters."""
     logits = F.linear(_normalised(rows, norm_scale, eps), weight)
     num_experts = weight.shape[0] - 1
     top_probs, top_k_index = logits[:, :num_experts].softmax(dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
@@ -22,16 +22,13 @@ def route_rows(rows, norm_scale, weight, top_k, eps, counters=None) -> RoutedRow
     # [distinct, rows, k]: at most one position of a row holds an expert.
     holds = top_k_index[None] == expert_ids[:, None, None]
     slots = torch.where(holds.any(-1), holds.int().argmax(-1), -1)
-    places = min(rows.shape[0] * top_k, num_experts)
-    unused = places - expert_ids.shape[0]
-    return RoutedRows(
-        top_k_index=top_k_index.int(),
-        top_k_weights=top_k_weights,
-        shared_gate=logits[:, num_experts].sigmoid().float(),
-        expert_ids=F.pad(expert_ids.int(), (0, unused)),
-        slots=F.pad(slots.int(), (0, MAX_ROWS - rows.shape[0], 0, unused), value=-1),
-        num_distinct=torch.tensor([expert_ids.shape[0]], dtype=torch.int32, device=rows.device),
-    )
+    distinct = expert_ids.shape[0]
+    routed.top_k_index.copy_(top_k_index)
+    routed.top_k_weights.copy_(top_k_weights)
+    routed.shared_gate.copy_(logits[:, num_experts].sigmoid())
+    routed.expert_ids[:distinct] = expert_ids.int()
+    routed.slots[:distinct, : rows.shape[0]] = slots.int()
+    routed.num_distinct.fill_(distinct)
 
 
 def expert_gate_up(rows, norm_scale, routed: RoutedRows, weights: ExpertWeights, eps) -> ActivatedRows:
@@ -60,7 +57,7 @@ def expert_down(activated: ActivatedRows, routed: RoutedRows, weights: ExpertWei
 def _by_expert(routed: RoutedRows):
     """(expert, its rows, their positions of it) for every distinct expert."""
     for place in range(int(routed.num_distinct)):
-        slots = routed.slots[place]
+        slots = routed.slots[place, : routed.top_k_index.shape[0]]
         members = (slots >= 0).nonzero().flatten()
         yield int(routed.expert_ids[place]), members, slots[members].long()
 

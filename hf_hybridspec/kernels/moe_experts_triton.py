@@ -224,23 +224,13 @@ def _down_kernel(
             tl.store(p_total, b_total.to(output.dtype.element_ty), mask=m_r[:, None] & m_n[None, :])
 
 
-def route_rows(rows, norm_scale, weight, top_k, eps, counters=None) -> RoutedRows:
-    """As `moe_experts.route_rows`."""
-    (num_rows, hidden), num_experts = rows.shape, weight.shape[0] - 1
-    tile = tile_of("router")
-    places = min(num_rows * top_k, num_experts)
-    integers = {"dtype": torch.int32, "device": rows.device}
-    routed = RoutedRows(
-        top_k_index=torch.empty(num_rows, top_k, **integers),
-        top_k_weights=rows.new_empty(num_rows, top_k, dtype=torch.float32),
-        shared_gate=rows.new_empty(num_rows, dtype=torch.float32),
-        expert_ids=torch.empty(places, **integers),
-        slots=torch.empty(places, PADDED_ROWS, **integers),
-        num_distinct=torch.empty(1, **integers),
-    )
+def route_rows(rows, norm_scale, weight, top_k, eps, counters, routed: RoutedRows) -> None:
+    """As `moe_experts.route_rows`, into `routed`."""
+    (num_rows, hidden), num_experts, tile = rows.shape, weight.shape[0] - 1, tile_of("router")
     partial = rows.new_empty(tile.splits, PADDED_ROWS, num_experts + 1, dtype=torch.float32)
     squares = rows.new_empty(tile.splits, PADDED_ROWS, dtype=torch.float32)
-    counters = torch.zeros(1, **integers) if counters is None else counters
+    if counters is None:
+        counters = torch.zeros(1, dtype=torch.int32, device=rows.device)
     with launch_device(rows):
         _router_kernel[(triton.cdiv(num_experts + 1, tile.block_n), tile.splits)](
             rows, norm_scale, weight, partial, squares, counters,
@@ -251,7 +241,6 @@ def route_rows(rows, norm_scale, weight, top_k, eps, counters=None) -> RoutedRow
             BN=tile.block_n, BK=tile.block_k, SPLITS=tile.splits, PRECISION=_precision(rows),
             **launch_options(tile, rows),
         )  # fmt: skip
-    return routed
 
 
 def expert_gate_up(rows, norm_scale, routed: RoutedRows, weights: ExpertWeights, eps) -> ActivatedRows:

@@ -1,5 +1,7 @@
 """The joint producer: reference against transformers' own layer, Triton against the reference."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -76,6 +78,21 @@ def test_triton_equals_reference(shape, triton_device):
     torch.testing.assert_close(conv_rows, expected_rows, atol=TOLERANCE, rtol=TOLERANCE, equal_nan=True)
 
 
+@pytest.mark.parametrize("kind", ["reference", "triton"])
+def test_rows_of_the_projection_may_lie_in_any_order(kind, triton_device):
+    inputs = _inputs(*SHAPES[1], device=triton_device)
+    expected, expected_rows = _run(kind, inputs)
+    hidden, weights, conv_state = inputs
+    place = torch.randperm(weights.projection.shape[0], generator=torch.Generator().manual_seed(1)).to(triton_device)
+    scattered = torch.empty_like(weights.projection)
+    scattered[place] = weights.projection
+    moved = replace(weights, projection=scattered, row_order=place.int())
+    produced, conv_rows = _run(kind, (hidden, moved, conv_state))
+    for name in ("mixed", "z", "log_decay", "beta"):
+        torch.testing.assert_close(getattr(produced, name), getattr(expected, name), atol=TOLERANCE, rtol=TOLERANCE)
+    torch.testing.assert_close(conv_rows, expected_rows, atol=TOLERANCE, rtol=TOLERANCE, equal_nan=True)
+
+
 def test_errors_name_what_is_given_and_allowed():
     hidden, weights, conv_state = _inputs(2, 48, 96, 64, 4, 4)
     rows = torch.zeros(16, 96)
@@ -85,5 +102,7 @@ def test_errors_name_what_is_given_and_allowed():
         gated_delta_inputs(hidden, weights, conv_state[:, :3], rows, EPS)
     with pytest.raises(ValueError, match="conv_rows must be"):
         gated_delta_inputs(hidden, weights, conv_state, rows[:1], EPS)
+    with pytest.raises(ValueError, match=r"row_order must be None or int32 \[168\]"):
+        gated_delta_inputs(hidden, replace(weights, row_order=torch.arange(168)), conv_state, rows, EPS)
     with pytest.raises(ValueError, match="projection must be"):
         gated_delta_inputs(hidden[:, :40], weights, conv_state, rows, EPS)

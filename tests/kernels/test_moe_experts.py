@@ -6,7 +6,7 @@ from transformers import Qwen3_5MoeTextConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeRMSNorm, Qwen3_5MoeSparseMoeBlock
 
 from hf_hybridspec.kernels.dispatch import use_kernels
-from hf_hybridspec.kernels.moe_experts import ExpertWeights, expert_down, expert_gate_up, route_rows
+from hf_hybridspec.kernels.moe_experts import ExpertWeights, RoutedRows, expert_down, expert_gate_up, route_rows
 
 EPS = 1e-6
 # fp32 sums of about a hundred products in another order.
@@ -75,7 +75,7 @@ def test_the_list_by_expert_says_what_the_rows_say(shape):
     places = [
         (row, slot, int(routed.expert_ids[place]))
         for place in range(int(routed.num_distinct))
-        for row, slot in enumerate(routed.slots[place].tolist())
+        for row, slot in enumerate(routed.slots[place, : shape[0]].tolist())
         if slot >= 0
     ]
     expected = [(row, slot, int(routed.top_k_index[row, slot])) for row in range(shape[0]) for slot in range(shape[2])]
@@ -110,6 +110,25 @@ def test_triton_rows_do_not_depend_on_the_other_rows(triton_device):
     for row in (0, 9, 15):
         _, _, one = _run("triton", (rows[row : row + 1], scale, router, weights), 4)
         assert torch.equal(many[row : row + 1], one)
+
+
+@pytest.mark.parametrize("kind", ["reference", "triton"])
+def test_given_room_is_written_and_first_rows_run_alone(kind, triton_device):
+    """Five rows are routed, three of them run: the experts of the others do not matter, nor what they hold."""
+    rows, scale, router, weights = _block(*SHAPES[1], device=triton_device)
+    room = RoutedRows.empty(rows.new_empty(16, rows.shape[1]), 3, 12)
+    room.slots.fill_(7)
+    with use_kernels(kind):
+        routed = route_rows(rows, scale, router, 3, EPS, routed=room)
+        assert routed.top_k_index.data_ptr() == room.top_k_index.data_ptr()
+        _, _, expected = _run(kind, (rows[:3], scale, router, weights), 3)
+        routed.slots[:, 3:], routed.top_k_index[3:], routed.top_k_weights[3:] = 10**6, -5, float("nan")
+        routed = routed.first(3)
+        activated = expert_gate_up(rows[:3], scale, routed, weights, EPS)
+        actual = expert_down(activated, routed, weights, rows[:3])
+    torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    with pytest.raises(ValueError, match=r"routed must hold \[5, 3\]"):
+        route_rows(rows, scale, router, 3, EPS, routed=routed)
 
 
 def test_counters_are_zero_again(triton_device):
