@@ -201,7 +201,8 @@ class DeviceRound:
         if parts.drafter is not None:
             self._selection = Selection.empty(parts.drafter.num_draft_tokens, device)
         self._boundary = None
-        self._features: dict[int, torch.Tensor] = {}
+        # By kind of acceptance and length: what a captured Stage 1 wrote must be where the commit after it reads.
+        self._features: dict[tuple[str, int], torch.Tensor] = {}
 
     def start(self, anchor: int, remaining: int, stop_tokens: list[int], position_offset: int) -> None:
         """Begins a sequence after its prefill. No round may be under way.
@@ -248,9 +249,9 @@ class DeviceRound:
         steps = (opening, self._stage0_step(1), *self._stage1_steps(1, acceptance, commits))
         return (Switch(self.state.draft_branch, (steps,)), self._publish_step())
 
-    def commit_program(self, length: int) -> Program:
+    def commit_program(self, length: int, acceptance: Acceptance) -> Program:
         """Commits `state.commit_length` rows of a round that verified `length`."""
-        return (self._commit_step(length),)
+        return (self._commit_step(length, acceptance),)
 
     def _stage0_step(self, length: int) -> Step:
         return Step(("stage0", length), partial(self._stage0, length))
@@ -260,10 +261,10 @@ class DeviceRound:
 
     def _stage1_steps(self, length: int, acceptance: Acceptance, commits: bool) -> tuple[Step, ...]:
         verify = Step(("stage1", acceptance.kind, length), partial(self._stage1, length, acceptance))
-        return (verify, self._commit_step(length)) if commits else (verify,)
+        return (verify, self._commit_step(length, acceptance)) if commits else (verify,)
 
-    def _commit_step(self, length: int) -> Step:
-        return Step(("commit", length), partial(self._commit, length))
+    def _commit_step(self, length: int, acceptance: Acceptance) -> Step:
+        return Step(("commit", acceptance.kind, length), partial(self._commit, length, acceptance.kind))
 
     def _publish_step(self) -> Step:
         return Step(("publish",), partial(self.mailbox.publish, self.state))
@@ -296,12 +297,12 @@ class DeviceRound:
     def _stage1(self, length: int, acceptance: Acceptance) -> None:
         """Steps 12 to 14, and the record of what is emitted."""
         rows = self.parts.target.stage1(self._boundary, length, self.parts.block)
-        self._features[length] = rows.features
+        self._features[acceptance.kind, length] = rows.features
         acceptance.accept(rows.logits, self.state)
         emit_round(self.state)
 
-    def _commit(self, length: int) -> None:
+    def _commit(self, length: int, kind: str) -> None:
         """Steps 15 and 16: caches, states, drafter context."""
         self.parts.block.commit(self.state.commit_length)
         if self.parts.drafter is not None:
-            self.parts.drafter.observe(self._features[length], self.state.commit_length)
+            self.parts.drafter.observe(self._features[kind, length], self.state.commit_length)

@@ -83,7 +83,7 @@ def open_block(
     lookahead: int,
     state: RoundState,
 ) -> None:
-    """Writes the block's tokens and u = min(w0 + lookahead, w_rem); w is u until it is corrected.
+    """Writes the block's tokens and u = min(w0 + lookahead, D + 1, w_rem); w is u until it is corrected.
 
     w_rem, the largest length that is of use, is at least 2 unless the cache is full: the tokens that remain and the
     rows that the cache has left bound it.

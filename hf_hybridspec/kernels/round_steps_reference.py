@@ -2,7 +2,7 @@
 
 With w0 the nominal length and w_c the corrected one:
 
-    w_rem = min(max(2, remaining), capacity - committed);   u = min(w0 + lookahead, w_rem);   w = u
+    w_rem = min(max(2, remaining), capacity - committed);   u = min(w0 + lookahead, D + 1, w_rem);   w = u
     w     = min(w_c, u) if u > w0                                                 (after the routing correction)
     A     = number of leading drafts equal to the target's argmax
     m     = min(A + 1, remaining), cut after the first stop token among d_1..d_A, x_new
@@ -31,7 +31,8 @@ def open_block(
     state.block_tokens[:1].copy_(state.anchor)
     state.block_tokens[1 : 1 + draft_tokens.shape[0]].copy_(draft_tokens)
     longest = torch.minimum(state.remaining.clamp(min=MIN_LENGTH), capacity - committed)
-    state.stage0_branch.copy_(torch.minimum(nominal_length + lookahead, longest) - 1)
+    wanted = (nominal_length + lookahead).clamp(max=draft_tokens.shape[0] + 1)
+    state.stage0_branch.copy_(torch.minimum(wanted, longest) - 1)
     state.stage1_branch.copy_(state.stage0_branch)
 
 

@@ -25,7 +25,8 @@ def _open_kernel(
     b_token = tl.load(draft_tokens + o_row - 1, mask=m_draft, other=0)
     tl.store(block_tokens + o_row, tl.where(o_row == 0, tl.load(anchor), b_token), mask=o_row <= drafts)
     longest = tl.minimum(tl.maximum(tl.load(remaining), MIN_LENGTH), capacity - tl.load(committed))
-    branch = tl.minimum(tl.load(nominal_length) + lookahead, longest) - 1
+    wanted = tl.minimum(tl.load(nominal_length) + lookahead, drafts + 1)
+    branch = tl.minimum(wanted, longest) - 1
     tl.store(stage0_branch, branch)
     tl.store(stage1_branch, branch)
 

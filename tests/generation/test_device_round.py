@@ -218,12 +218,12 @@ def test_the_host_may_commit_less_than_was_accepted(target_pairs):
     with torch.no_grad():
         rounds.start(sequence.tokens[-1], NUM_NEW, [], 0)
         run_program(verify)
-        run_program(rounds.commit_program(rounds.mailbox.read(1).length))
+        run_program(rounds.commit_program(rounds.mailbox.read(1).length, acceptance))
         assert sequence.cache.committed_length == PROMPT_LENGTH + 7
         run_program(verify)
         assert sequence.cache.block_length == 16
         rounds.state.commit_length.fill_(2)
-        run_program(rounds.commit_program(rounds.mailbox.read(2).length))
+        run_program(rounds.commit_program(rounds.mailbox.read(2).length, acceptance))
     assert sequence.cache.committed_length == PROMPT_LENGTH + 9
     # Ten new tokens are known, of which nine are in the cache.
     prompt = pair.reference[:, : PROMPT_LENGTH + 10]

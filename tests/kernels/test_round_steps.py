@@ -48,14 +48,14 @@ def numbers(state: RoundState) -> dict:
 @pytest.mark.parametrize(
     ("nominal", "lookahead", "remaining", "free", "expected"),
     [(1, 0, 9, 99, 1), (6, 0, 99, 99, 6), (6, 1, 99, 99, 7), (6, 1, 4, 99, 4), (6, 0, 1, 99, 2), (6, 1, 99, 3, 3),
-     (6, 1, 5, 1, 1), (16, 1, 16, 16, 16)],
+     (6, 1, 5, 1, 1), (16, 1, 16, 16, 16), (16, 1, 99, 99, 16)],
 )  # fmt: skip
 def test_a_block_opens(device, drafts, nominal, lookahead, remaining, free, expected):
     state = running_state(device, anchor=77, remaining=remaining, block_tokens=[-5] * MAX_ROWS)
     tokens = torch.arange(100, 100 + drafts, device=device)
     open_block(tokens, scalar(nominal, device), scalar(50, device), 50 + free, lookahead, state)
     assert state.block_tokens.tolist() == [77, *range(100, 100 + drafts), *[-5] * (15 - drafts)]
-    assert state.stage0_branch.item() == state.stage1_branch.item() == expected - 1
+    assert state.stage0_branch.item() == state.stage1_branch.item() == min(expected, drafts + 1) - 1
 
 
 @pytest.mark.parametrize(
