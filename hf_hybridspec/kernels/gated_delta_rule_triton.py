@@ -15,8 +15,7 @@ B its 4 x 4 diagonal blocks and C, F the rest of its 8 x 8 diagonal blocks and w
     Z = Y + (D F + (D C)(D F)) Y          the last 8 rows, given the first
 
 at most four products one after another. Powers of X beyond the third never appear: for rows with nearly equal keys
-they would grow to binomial coefficients that cancel in the sum. What n rows do not need is left out; as it would have
-added zeros, every row comes out the same at every n.
+they would grow to binomial coefficients that cancel in the sum. What n rows do not need is left out: it is zero.
 
 Commit: one program per (value tile, value head, sequence, layer), which reads the length on the device, loads its tile
 and the committed rows, and writes the tile back. Accumulation is fp32 everywhere.
