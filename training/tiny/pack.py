@@ -25,6 +25,7 @@ from training.tiny.documents import read_dialogues, read_documents
 DOMAINS = {
     "chat_gsm": "gsm",
     "chat_problems": "problems",
+    "chat_varied": "varied",
     "chat_codeio": "codeio",
     "chat_factbook": "factbook",
     "chat_chatterbot": "chatter",

@@ -34,7 +34,9 @@ WORKERS = (
     "baker|painter|carpenter|gardener|farmer|tailor|potter|mechanic|printer|weaver|cook|writer|welder|plumber|builder|"
     "typist|florist|jeweler|photographer|programmer"
 ).split("|")
-PEOPLE = "students|workers|visitors|guests|children|players|members|passengers|teachers|campers|dancers|runners".split("|")
+PEOPLE = "students|workers|visitors|guests|children|players|members|passengers|teachers|campers|dancers|runners".split(
+    "|"
+)
 VEHICLES = "car|bus|train|truck|boat|bicycle|scooter|van|tram|motorbike".split("|")
 CURRENCIES = ("$", "$", "$", "€", "£")
 

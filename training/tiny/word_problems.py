@@ -74,14 +74,18 @@ def changes(story: Story) -> None:
             story.solve(f"[Half of {total} is|{name} keeps] {total} / 2 = {total // 2} {things}.")
             total //= 2
         elif kind == "double" and total < 200:
-            story.tell(f"[After a month|Later|Then] {name} [doubles the number of {things}|has twice as many {things}].")
+            story.tell(
+                f"[After a month|Later|Then] {name} [doubles the number of {things}|has twice as many {things}]."
+            )
             story.solve(f"[Now {name} has|That makes] {total} * 2 = {total * 2} {things}.")
             total *= 2
         elif kind == "groups":
             groups, each, holder = story.up_to(6), story.up_to(12), story.of(("bags", "boxes", "packs"))
             story.tell(f"{name} [buys|gets|finds] {groups} {holder} [with|of] {each} {things} each.")
             story.solve(f"The {holder} hold {groups} * {each} = {groups * each} {things}.")
-            story.solve(f"[Now {name} has|Together that is] {total} + {groups * each} = {total + groups * each} {things}.")
+            story.solve(
+                f"[Now {name} has|Together that is] {total} + {groups * each} = {total + groups * each} {things}."
+            )
             total += groups * each
         else:
             story.tell(f"{name} [buys|finds|receives|picks] {amount} [more {things}|{things} more].")
@@ -149,7 +153,9 @@ def wages(story: Story) -> None:
         period = story.of(("a week", "each week", "per week"))
     if story.rng.random() < 0.5:
         cost = story.up_to(max(3, total // 3))
-        story.tell(f"{name} [pays|spends] {money}{cost} [on|for] [tools|rent|bus tickets|lunch|materials] in that time.")
+        story.tell(
+            f"{name} [pays|spends] {money}{cost} [on|for] [tools|rent|bus tickets|lunch|materials] in that time."
+        )
         story.solve(f"After [the costs|paying] {name} keeps {money}{total} - {money}{cost} = {money}{total - cost}.")
         total -= cost
         story.tell(f"How much [money|] does {name} [keep|have left] {period}?")
@@ -161,7 +167,9 @@ def wages(story: Story) -> None:
 def comparison(story: Story) -> None:
     """A chain of people, each with so many times, more or fewer than the one before."""
     people, things = story.names(story.up_to(5, 3)), story.of(SMALL_THINGS)
-    verb, past = story.of((("has", "have"), ("picks", "pick"), ("buys", "buy"), ("counts", "count"), ("makes", "make")))
+    verb, past = story.of(
+        (("has", "have"), ("picks", "pick"), ("buys", "buy"), ("counts", "count"), ("makes", "make"))
+    )
     amounts = [story.up_to(40, 5)]
     lines = [f"{people[0]} {verb} {amounts[0]} {things}."]
     for before, name in zip(people, people[1:], strict=False):
@@ -256,7 +264,9 @@ def production(story: Story) -> None:
     story.solve(f"[They fill|That is] {made} / {size} = {boxes} boxes.")
     if story.rng.random() < 0.5:
         money, price = story.of(CURRENCIES), story.up_to(20)
-        story.tell(f"A box [sells for|costs] {money}{price}. How much [money|] [do all boxes bring|are all boxes worth]?")
+        story.tell(
+            f"A box [sells for|costs] {money}{price}. How much [money|] [do all boxes bring|are all boxes worth]?"
+        )
         story.solve(f"The boxes are worth {boxes} * {money}{price} = {money}{boxes * price}.")
         boxes *= price
     else:
@@ -344,8 +354,12 @@ def two_offers(story: Story) -> None:
     count, fee = story.up_to(12, 3), story.up_to(20)
     low, high = sorted(story.rng.sample(range(3, 40), 2))
     first, second = count * high, count * low + fee
-    story.tell(f"{name} needs {count} {plural(item)}. [One|The first] {story.of(PLACES)} sells them at {money}{high} each.")
-    story.tell(f"[Another one|The second one] [asks|sells them for] {money}{low} each but adds {money}{fee} for delivery.")
+    story.tell(
+        f"{name} needs {count} {plural(item)}. [One|The first] {story.of(PLACES)} sells them at {money}{high} each."
+    )
+    story.tell(
+        f"[Another one|The second one] [asks|sells them for] {money}{low} each but adds {money}{fee} for delivery."
+    )
     story.tell("[What is the difference between the two prices|How much more does the more expensive offer cost]?")
     story.solve(f"The first offer costs {count} * {money}{high} = {money}{first}.")
     story.solve(f"The second offer costs {count} * {money}{low} = {money}{count * low}.")
