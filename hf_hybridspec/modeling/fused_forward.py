@@ -128,6 +128,8 @@ class FusedForward:
             produced.beta[None],
             state.recurrent_state,
             state.factors,
+            # The producer, launched just before, leaves it alone.
+            state_is_settled=True,
         )[0]
         gate = produced.z.unflatten(1, by_value_head)
         return gated_norm_linear(
