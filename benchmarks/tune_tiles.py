@@ -62,6 +62,17 @@ class Run:
         """Whether `share` of the time has passed."""
         return time.monotonic() > self.started + share * self.seconds
 
+    def chosen(self) -> dict[str, Tile]:
+        """For each kernel the tile that is fastest over the numbers of rows compared, each counted alike."""
+        fields = Tile.__dataclass_fields__
+        totals: dict[str, dict[Tile, float]] = {}
+        for key, rows in self.compared.items():
+            total = totals.setdefault(key.split(" ")[0], {})
+            for row in rows:
+                tile = Tile(**{name: row[name] for name in fields})
+                total[tile] = total.get(tile, 0.0) + row["us"] / rows[0]["us"]
+        return {name: min(total, key=total.get) for name, total in totals.items()}
+
     def save(self) -> None:
         report = {
             "what": "time of a kernel call by tile, weights cold, graph replay, median; overlap is within a chain",
@@ -72,6 +83,7 @@ class Run:
                 for (name, num_rows), tried in self.found.items()
             },
             "tried": {f"{name} w={num_rows}": len(tried) for (name, num_rows), tried in self.found.items()},
+            "chosen": {name: asdict(tile) for name, tile in self.chosen().items()},
             "compared": self.compared,
             "failed": self.failed,
         }

@@ -1,0 +1,334 @@
+"""The target's forward at the full shape of Qwen3.6-35B-A3B: errors first, then milliseconds by number of rows.
+
+    python -m benchmarks.target_forward --seconds 400 --output benchmarks/results/target_forward_h200.json
+
+Weights are random, so routing is uniform; a second measurement replaces the router's choice (which runs all the same)
+by a script with U ~ 8 w^0.66. A forward is Stage 0 and Stage 1 of w rows over a cache of noise, captured as one graph;
+graphs take turns, a time is the median over turns. The floor is the bytes read, with the distinct experts that were
+counted, at 4.3 TB/s. Also: the step of plain decoding, each kind of launch by itself, kernels that start early,
+whether a row's result depends on w, and what joining the weights costs in memory. `--tiles FILE` takes the tiles that
+`tune_tiles` chose.
+
+    python -m benchmarks.target_forward --tiny --output forward.json     (no GPU: a dry run)
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.environment import describe_environment
+from benchmarks.forward_gate import check_layers, row_invariance
+from benchmarks.forward_pieces import Pieces, forward_bytes
+from benchmarks.full_target import model_bytes, noisy_cache, random_target, target_config
+from benchmarks.replay import Captured, medians, times_in_turn
+from benchmarks.tile_pieces import scripted_rows
+from hf_hybridspec.bench.scripted_routing import RoutingScript
+from hf_hybridspec.kernels.moe_experts import RoutedRows
+from hf_hybridspec.kernels.tiles import TILES, Tile, use_tiles
+from hf_hybridspec.modeling.block_state import BlockState
+from hf_hybridspec.modeling.fused_forward import FusedForward
+from hf_hybridspec.modeling.target import text_config
+
+BANDWIDTH = 4.3e12
+LENGTHS = (1, 2, 4, 6, 8, 12, 16)
+GATED_LAYERS = 4
+ROUTINGS = ("uniform", "scripted")
+# Rows that a cache has free: the step of plain decoding commits one a replay.
+ROOM = 512
+
+
+class RoutedForward(FusedForward):
+    """A fused forward whose routings are counted, and replaced where there is a script.
+
+    Attributes:
+        routings: layer -> its routing, as the newest call or replay has left it.
+        script: layer -> what takes the place of the router's choice; None leaves it.
+    """
+
+    script: list[RoutedRows] | None = None
+
+    def stage0(self, token_ids, position_offset, state):
+        self.routings: list[RoutedRows] = []
+        boundary = super().stage0(token_ids, position_offset, state)
+        if self.script is None:
+            return boundary
+        self.routings = [self.script[0]]
+        return replace(boundary, routed=self.script[0])
+
+    def _route(self, block, hidden, room=None):
+        routed = super()._route(block, hidden, room)
+        if self.script is not None:
+            routed = self.script[len(self.routings)]
+        self.routings.append(routed)
+        return routed
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A captured forward of one length and kind of routing.
+
+    Attributes:
+        draw: makes the next replay another one: other tokens, or another script.
+        count: distinct experts of a layer in the newest replay, on average.
+    """
+
+    captured: Captured
+    draw: Callable[[int], None]
+    count: Callable[[], float]
+
+
+class Bench:
+    """One target on one device, and the report so far."""
+
+    def __init__(self, arguments: argparse.Namespace):
+        self.arguments, self.started = arguments, time.monotonic()
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.lengths = arguments.lengths
+        self.report = {
+            "what": "one forward of the target (random weights): Stage 0 and Stage 1 of w rows, graph replay, median",
+            "environment": describe_environment(arguments.commit),
+            "bandwidth_bytes_per_s": BANDWIDTH,
+            "tiles": {name: asdict(tile) for name, tile in arguments.tiles.items()},
+        }
+
+    def is_late(self) -> bool:
+        return time.monotonic() > self.started + self.arguments.seconds
+
+    def save(self, phase: str, found: object) -> None:
+        """Adds what a phase has found and writes the report."""
+        self.report[phase] = found
+        self.report["seconds"] = round(time.monotonic() - self.started, 1)
+        self.arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        self.arguments.output.write_text(json.dumps(self.report, indent=1) + "\n")
+        print(f"[{self.report['seconds']:.0f} s] {phase}: {json.dumps(found)[:1500]}", flush=True)
+
+    # --- Phases -------------------------------------------------------------------------------------------------
+
+    def build(self) -> None:
+        config = target_config(self.arguments.tiny, self.arguments.layers)
+        torch.manual_seed(0)
+        self.model = random_target(config, self.device, self.dtype)
+        self.config = text_config(self.model)
+        size = model_bytes(self.model)
+        peak = self._relay()
+        self.save("model", {"layers": config.num_hidden_layers, "bytes": size, "peak_over_bytes": peak})
+
+    def _relay(self) -> float | None:
+        """Joins the weights; how far beyond the model's own memory that went, as a share of it."""
+        if self.device.type != "cuda":
+            self.forward = RoutedForward(self.model)
+            return None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_reserved()
+        self.forward = RoutedForward(self.model)
+        return round(torch.cuda.max_memory_reserved() / before - 1, 4)
+
+    def gate(self) -> None:
+        layers = min(GATED_LAYERS, self.config.num_hidden_layers)
+        errors = check_layers(self.model, layers, self.device)
+        worst = max(errors, key=lambda error: error.median)
+        self.save("errors", {"layers": layers, "worst_median_row": asdict(worst), "checks": len(errors)})
+
+    def forwards(self, context: int) -> None:
+        """Times of every length and routing at one context."""
+        state = self.state(context)
+        sizes = forward_bytes(self.forward.weights, state, context)
+        forwards = {
+            f"{routing} {length}": self.capture(state, length, routing)
+            for length in self.lengths
+            for routing in ROUTINGS
+        }
+        times, counts = self._timed(forwards)
+        found = []
+        for name, milliseconds in medians(times).items():
+            routing, length = name.split(" ")
+            distinct = float(np.mean(counts[name]))
+            num_bytes = sizes["fixed"] + distinct * self.config.num_hidden_layers * sizes["expert"]
+            floor = num_bytes / BANDWIDTH * 1e3
+            row = {
+                "routing": routing,
+                "length": int(length),
+                "ms": round(milliseconds, 4),
+                "distinct_experts_a_layer": round(distinct, 2),
+                "gigabytes": round(num_bytes / 1e9, 3),
+                "floor_ms": round(floor, 4),
+                "fraction_of_floor": round(floor / milliseconds, 3),
+            }
+            found.append(row)
+            print(f"  {json.dumps(row)}", flush=True)
+        self.save(f"forward_context_{context}", found)
+
+    def _timed(self, forwards: dict[str, Forward]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+        """Milliseconds and distinct experts of each turn; every turn draws anew."""
+        counts: dict[str, list[float]] = {name: [] for name in forwards}
+
+        def draw(turn: int) -> None:
+            for name, forward in forwards.items():
+                if turn:
+                    counts[name].append(forward.count())
+                forward.draw(turn)
+
+        works = {name: forward.captured for name, forward in forwards.items()}
+        times = times_in_turn(works, self.arguments.replays, draw)
+        for name, forward in forwards.items():
+            counts[name].append(forward.count())
+        return times, counts
+
+    def decoding_step(self, context: int) -> None:
+        """Plain decoding: one row, its argmax as the next token, and its commit."""
+        state = self.state(context)
+        token, offset = self.tokens(1, 0), self.offset()
+        one = torch.ones(1, dtype=torch.int32, device=self.device)
+
+        def step() -> torch.Tensor:
+            rows = self.forward.stage1(self.forward.stage0(token, offset, state), 1, state)
+            token.copy_(rows.logits.argmax(dim=-1))
+            state.commit(one)
+            return token
+
+        captured = Captured(step)
+        sizes = forward_bytes(self.forward.weights, state, context)
+        milliseconds = medians(times_in_turn({"step": captured}, self.arguments.replays))["step"]
+        experts = self.config.num_hidden_layers * self.config.num_experts_per_tok
+        floor = (sizes["fixed"] + experts * sizes["expert"]) / BANDWIDTH * 1e3
+        found = {"ar_ms": round(milliseconds, 4), "floor_ms": round(floor, 4)}
+        self.save(f"ar_context_{context}", {**found, "ar_fraction_of_floor": round(floor / milliseconds, 3)})
+
+    def pieces(self, context: int, length: int) -> None:
+        """Each kind of launch by itself, with scripted routing; their sum leaves out what lies between kinds."""
+        state = self.state(context)
+        pieces = Pieces(self.forward.weights, state, length, self.assignments(length, 0))
+        works = {name: Captured(work) for name, work in pieces.works().items()}
+        times = medians(times_in_turn(works, self.arguments.replays))
+        found = {}
+        for name, milliseconds in times.items():
+            launches = len(pieces.calls[name])
+            each = round(1e3 * milliseconds / launches, 2)
+            found[name] = {"ms": round(milliseconds, 4), "launches": launches, "us_each": each}
+        self.save(f"pieces_length_{length}", {**found, "sum_ms": round(sum(times.values()), 4)})
+
+    def overlap(self, context: int) -> None:
+        """Kernels that start while the one before ends, with and without asking for weights early."""
+        state, found = self.state(context), {}
+        tiles = {**TILES, **self.arguments.tiles}
+        variants: dict[str, dict[str, Tile]] = {"as given": {}}
+        for steps in (0, 1):
+            early = {name: replace(tile, overlaps=True, prefetch=steps) for name, tile in tiles.items()}
+            variants[f"all, prefetch {steps}"] = early
+        for length in (1, 8):
+            forwards = {}
+            for variant, chosen in variants.items():
+                with use_tiles(chosen):
+                    forwards[variant] = self.capture(state, length, "scripted")
+            times, _ = self._timed(forwards)
+            found[str(length)] = {variant: round(ms, 4) for variant, ms in medians(times).items()}
+        self.save("overlap", found)
+
+    def invariance(self) -> None:
+        self.save("rows_against_16_rows", row_invariance(self.forward, self.model, self.device))
+
+    # --- Parts --------------------------------------------------------------------------------------------------
+
+    def state(self, context: int) -> BlockState:
+        return BlockState(noisy_cache(self.model, context, ROOM))
+
+    def offset(self) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.int64, device=self.device)
+
+    def tokens(self, length: int, turn: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * turn + length)
+        return torch.randint(self.config.vocab_size, (length,), generator=generator).to(self.device)
+
+    def assignments(self, length: int, turn: int) -> list[torch.Tensor]:
+        """Scripted experts `[w, k]` of every layer."""
+        config = self.config
+        script = RoutingScript(config.num_hidden_layers, config.num_experts, config.num_experts_per_tok)
+        generator = np.random.default_rng(1000 * turn + length)
+        index = script.assignments(script.draw(length, generator), generator)
+        return list(torch.from_numpy(index).to(self.device))
+
+    def capture(self, state: BlockState, length: int, routing: str) -> Forward:
+        """A forward of `length` rows."""
+        forward, tokens, offset = self.forward, self.tokens(length, 0), self.offset()
+        script = None
+        if routing == "scripted":
+            script = [scripted_rows(index, self.config.num_experts) for index in self.assignments(length, 0)]
+
+        def work() -> list[RoutedRows]:
+            forward.script = script
+            rows = forward.stage1(forward.stage0(tokens, offset, state), length, state)
+            forward.script = None
+            return [rows, *forward.routings]
+
+        captured = Captured(work)
+
+        def draw(turn: int) -> None:
+            tokens.copy_(self.tokens(length, turn))
+            for routed, index in zip(script or (), self.assignments(length, turn) if script else (), strict=True):
+                drawn = scripted_rows(index, self.config.num_experts)
+                for name in vars(routed):
+                    getattr(routed, name).copy_(getattr(drawn, name))
+
+        def count() -> float:
+            # The buffers of Layer 0 are those of every forward.
+            routings = script or captured.result[2:]
+            return torch.cat([routed.num_distinct for routed in routings]).float().mean().item()
+
+        return Forward(captured, draw, count)
+
+
+def run(bench: Bench) -> None:
+    """All phases, in the order of what matters; those for which no time is left are skipped."""
+    contexts = bench.arguments.contexts
+    bench.build()
+    bench.gate()
+    phases: list[Callable[[], None]] = [
+        lambda: bench.decoding_step(contexts[0]),
+        lambda: bench.forwards(contexts[0]),
+        lambda: bench.pieces(contexts[0], 1),
+        lambda: bench.pieces(contexts[0], 6),
+        lambda: bench.overlap(contexts[0]),
+        *(lambda context=context: bench.decoding_step(context) for context in contexts[1:]),
+        *(lambda context=context: bench.forwards(context) for context in contexts[1:]),
+        bench.invariance,
+    ]
+    skipped = 0
+    for phase in phases:
+        if bench.is_late():
+            skipped += 1
+        else:
+            phase()
+    bench.save("skipped_phases", skipped)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--seconds", type=float, default=400, help="no phase begins after so many seconds")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[2048], help="tokens in the cache, such as 32768")
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="rows of a forward")
+    parser.add_argument("--replays", type=int, default=20)
+    parser.add_argument("--layers", type=int, help="fewer layers than the target has")
+    parser.add_argument("--tiles", type=_read_tiles, default={}, help="JSON file of tune_tiles")
+    parser.add_argument("--tiny", action="store_true", help="a tiny target; runs on a CPU as well")
+    parser.add_argument("--commit", help="the commit measured, where the files have no git history")
+    arguments = parser.parse_args()
+    if not arguments.tiny and not torch.cuda.is_available():
+        parser.exit(2, "This benchmark needs a CUDA device; none was found. --tiny runs without one.\n")
+    with use_tiles(arguments.tiles):
+        run(Bench(arguments))
+
+
+def _read_tiles(path: str) -> dict[str, Tile]:
+    return {name: Tile(**fields) for name, fields in json.loads(Path(path).read_text())["chosen"].items()}
+
+
+if __name__ == "__main__":
+    main()
