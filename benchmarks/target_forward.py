@@ -16,7 +16,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +27,9 @@ from benchmarks.forward_gate import check_layers, row_invariance
 from benchmarks.forward_pieces import Pieces, forward_bytes
 from benchmarks.full_target import model_bytes, noisy_cache, random_target, target_config
 from benchmarks.replay import Captured, medians, times_in_turn
-from benchmarks.tile_pieces import scripted_rows
-from hf_hybridspec.bench.scripted_routing import RoutingScript
-from hf_hybridspec.kernels.moe_experts import RoutedRows
+from benchmarks.routed_forward import Capturer, Forward, RoutedForward
 from hf_hybridspec.kernels.tiles import TILES, Tile, use_tiles
 from hf_hybridspec.modeling.block_state import BlockState
-from hf_hybridspec.modeling.fused_forward import FusedForward
 from hf_hybridspec.modeling.target import text_config
 
 BANDWIDTH = 4.3e12
@@ -41,46 +38,6 @@ GATED_LAYERS = 4
 ROUTINGS = ("uniform", "scripted")
 # Rows that a cache has free: the step of plain decoding commits one a replay.
 ROOM = 512
-
-
-class RoutedForward(FusedForward):
-    """A fused forward whose routings are counted, and replaced where there is a script.
-
-    Attributes:
-        routings: layer -> its routing, as the newest call or replay has left it.
-        script: layer -> what takes the place of the router's choice; None leaves it.
-    """
-
-    script: list[RoutedRows] | None = None
-
-    def stage0(self, token_ids, position_offset, state):
-        self.routings: list[RoutedRows] = []
-        boundary = super().stage0(token_ids, position_offset, state)
-        if self.script is None:
-            return boundary
-        self.routings = [self.script[0]]
-        return replace(boundary, routed=self.script[0])
-
-    def _route(self, block, hidden, room=None):
-        routed = super()._route(block, hidden, room)
-        if self.script is not None:
-            routed = self.script[len(self.routings)]
-        self.routings.append(routed)
-        return routed
-
-
-@dataclass(frozen=True)
-class Forward:
-    """A captured forward of one length and kind of routing.
-
-    Attributes:
-        draw: makes the next replay another one: other tokens, or another script.
-        count: distinct experts of a layer in the newest replay, on average.
-    """
-
-    captured: Captured
-    draw: Callable[[int], None]
-    count: Callable[[], float]
 
 
 class Bench:
@@ -116,8 +73,8 @@ class Bench:
         torch.manual_seed(0)
         self.model = random_target(config, self.device, self.dtype)
         self.config = text_config(self.model)
-        size = model_bytes(self.model)
-        peak = self._relay()
+        size, peak = model_bytes(self.model), self._relay()
+        self.capturer = Capturer(self.forward, self.config)
         self.save("model", {"layers": config.num_hidden_layers, "bytes": size, "peak_over_bytes": peak})
 
     def _relay(self) -> float | None:
@@ -141,7 +98,7 @@ class Bench:
         state = self.state(context)
         sizes = forward_bytes(self.forward.weights, state, context)
         forwards = {
-            f"{routing} {length}": self.capture(state, length, routing)
+            f"{routing} {length}": self.capturer.capture(state, length, routing)
             for length in self.lengths
             for routing in ROUTINGS
         }
@@ -184,7 +141,7 @@ class Bench:
     def decoding_step(self, context: int) -> None:
         """Plain decoding: one row, its argmax as the next token, and its commit."""
         state = self.state(context)
-        token, offset = self.tokens(1, 0), self.offset()
+        token, offset = self.capturer.tokens(1, 0), self.capturer.offset()
         one = torch.ones(1, dtype=torch.int32, device=self.device)
 
         def step() -> torch.Tensor:
@@ -204,7 +161,7 @@ class Bench:
     def pieces(self, context: int, length: int) -> None:
         """Each kind of launch by itself, with scripted routing; their sum leaves out what lies between kinds."""
         state = self.state(context)
-        pieces = Pieces(self.forward.weights, state, length, self.assignments(length, 0))
+        pieces = Pieces(self.forward.weights, state, length, self.capturer.assignments(length, 0))
         works = {name: Captured(work) for name, work in pieces.works().items()}
         times = medians(times_in_turn(works, self.arguments.replays))
         found = {}
@@ -226,7 +183,7 @@ class Bench:
             forwards = {}
             for variant, chosen in variants.items():
                 with use_tiles(chosen):
-                    forwards[variant] = self.capture(state, length, "scripted")
+                    forwards[variant] = self.capturer.capture(state, length, "scripted")
             times, _ = self._timed(forwards)
             found[str(length)] = {variant: round(ms, 4) for variant, ms in medians(times).items()}
         self.save("overlap", found)
@@ -238,50 +195,6 @@ class Bench:
 
     def state(self, context: int) -> BlockState:
         return BlockState(noisy_cache(self.model, context, ROOM))
-
-    def offset(self) -> torch.Tensor:
-        return torch.zeros(1, dtype=torch.int64, device=self.device)
-
-    def tokens(self, length: int, turn: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(100 * turn + length)
-        return torch.randint(self.config.vocab_size, (length,), generator=generator).to(self.device)
-
-    def assignments(self, length: int, turn: int) -> list[torch.Tensor]:
-        """Scripted experts `[w, k]` of every layer."""
-        config = self.config
-        script = RoutingScript(config.num_hidden_layers, config.num_experts, config.num_experts_per_tok)
-        generator = np.random.default_rng(1000 * turn + length)
-        index = script.assignments(script.draw(length, generator), generator)
-        return list(torch.from_numpy(index).to(self.device))
-
-    def capture(self, state: BlockState, length: int, routing: str) -> Forward:
-        """A forward of `length` rows."""
-        forward, tokens, offset = self.forward, self.tokens(length, 0), self.offset()
-        script = None
-        if routing == "scripted":
-            script = [scripted_rows(index, self.config.num_experts) for index in self.assignments(length, 0)]
-
-        def work() -> list[RoutedRows]:
-            forward.script = script
-            rows = forward.stage1(forward.stage0(tokens, offset, state), length, state)
-            forward.script = None
-            return [rows, *forward.routings]
-
-        captured = Captured(work)
-
-        def draw(turn: int) -> None:
-            tokens.copy_(self.tokens(length, turn))
-            for routed, index in zip(script or (), self.assignments(length, turn) if script else (), strict=True):
-                drawn = scripted_rows(index, self.config.num_experts)
-                for name in vars(routed):
-                    getattr(routed, name).copy_(getattr(drawn, name))
-
-        def count() -> float:
-            # The buffers of Layer 0 are those of every forward.
-            routings = script or captured.result[2:]
-            return torch.cat([routed.num_distinct for routed in routings]).float().mean().item()
-
-        return Forward(captured, draw, count)
 
 
 def run(bench: Bench) -> None:
