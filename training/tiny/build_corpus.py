@@ -4,8 +4,8 @@
     python -m training.tiny.build_corpus --output runs/corpus --from-folder FOLDER  # texts already at hand
 
 The worked problems are generated with reasoning-gym (`pip install reasoning-gym==0.1.25`); the ten generators of
-`HELDOUT_TEMPLATES` appear in `heldout/` only. More, in `train/` only, come from `word_problems`. `manifest.json` records package, version, licence and the sha256 of
-every source's text.
+`HELDOUT_TEMPLATES` appear in `heldout/` only. More, in `train/` only, come from `word_problems`. `manifest.json`
+records package, version, licence and the sha256 of every source's text.
 """
 
 from __future__ import annotations

@@ -19,18 +19,11 @@ from random import Random
 
 from training.tiny.dialogues import REASONING_REQUEST
 from training.tiny.documents import Dialogue, read_dialogues, read_documents, write_dialogues
+from training.tiny.problem_words import FORM_WORDS
 
 _WORD = re.compile(r"[A-Za-z]{4,}")
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
 _DICTIONARY_WORD = re.compile(r"\b[a-z]{4,11}\b")
-# Words of the form of a problem, not of its content.
-_KEPT = frozenset(
-    "about after again altogether answer away before boxed both cost costs days does each every fewer final find first "
-    "from half have hour hours into left less long make makes many mean means minute minutes more most much need needs "
-    "only other over part percent please price reason remaining second spend spends step take takes than that their "
-    "them then there they third this thus time times total twice week weeks what when which will with within would "
-    "year years your".split()
-)
 
 
 def replacement(words: list[str], share: float, rng: Random) -> Callable[[str], str]:
@@ -40,7 +33,7 @@ def replacement(words: list[str], share: float, rng: Random) -> Callable[[str], 
     def other(match: re.Match) -> str:
         word = match.group()
         stem = word.lower().removesuffix("s").removesuffix("e")
-        if word.lower() in _KEPT:
+        if word.lower() in FORM_WORDS:
             return word
         if stem not in chosen:
             chosen[stem] = rng.choice(words) if rng.random() < share else ""
