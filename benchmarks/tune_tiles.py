@@ -200,6 +200,9 @@ def try_tiles(run: Run, name: str, num_rows: int, tiles: list[Tile], share: floa
             found.append((timed(piece, tile, replays=5), tile))
         else:
             run.failed.append(f"{name} w={num_rows} {tile}: wrong result")
+    run.save()
+    if not found:
+        return
     found.sort(key=lambda entry: entry[0])
     ms, tile = found[0]
     fraction = piece.num_bytes / BANDWIDTH * 1e3 / ms
