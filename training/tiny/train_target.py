@@ -98,6 +98,8 @@ def heldout_losses(model: Qwen3_5MoeForCausalLM, packed: Path, padding: int, row
     """Mean next-token loss in nats by domain, over whole held-out documents (padding left out)."""
     device, losses = next(model.parameters()).device, {}
     for domain, count in json.loads((packed / "index.json").read_text())["heldout"].items():
+        if not count:
+            continue
         rows = torch.from_numpy(read_rows(packed, "heldout", domain)[:rows_per_domain].astype(np.int64))
         # A document ends with one end-of-text token; those after it are padding.
         lengths = (rows != padding).sum(1).add(1).clamp(max=rows.shape[1])
@@ -109,8 +111,7 @@ def heldout_losses(model: Qwen3_5MoeForCausalLM, packed: Path, padding: int, row
             labels = part[:, 1:].masked_fill(ended, -100)
             total += F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum").item()
             tokens += int((~ended).sum())
-        if count:
-            losses[domain] = round(total / tokens, 4)
+        losses[domain] = round(total / tokens, 4)
     return losses
 
 

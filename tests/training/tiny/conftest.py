@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from training.tiny import build_corpus, build_prompts, pack, regenerate, train_dflash, train_target
+from training.tiny import build_corpus, build_prompts, pack, regenerate, train_dflash, train_target, vary_words
 from training.tiny.build_tokenizer import SPECIAL_TOKENS, build_tokenizer, train_bpe
 from training.tiny.documents import write_documents
 
@@ -90,11 +90,14 @@ def tiny_run(tmp_path_factory, problem_generators) -> TinyRun:
         f"<|im_start|>user\nWhat is {i}?<|im_end|>\n<|im_start|>assistant\nA number.<|im_end|>" for i in range(60)
     ]
     write_documents(texts / "chat_chatterbot.txt.xz", chats)
-    sources = ["code_rich", "prose_moby", "chat_chatterbot"]
-    build_corpus.main(
-        ["--output", str(run.corpus), "--from-folder", str(texts), "--gsm-train", "0", "--sources", *sources]
-    )
+    letters = "abcdefghij"
+    entries = [f"word{one}{two}like\n    n 1: a word {two}" for one in letters for two in letters]
+    write_documents(texts / "dict_wn.txt.xz", entries)
+    sources = ["code_rich", "prose_moby", "chat_chatterbot", "dict_wn"]
+    sizes = ["--gsm-train", "0", "--word-problems", "40"]
+    build_corpus.main(["--output", str(run.corpus), "--from-folder", str(texts), *sizes, "--sources", *sources])
     build_corpus.write_gsm(problem_generators, run.corpus, train_count=60, heldout_count=10, seed=0)
+    vary_words.main(["--corpus", str(run.corpus), "--count", "30"])
     sample = [_function(i) for i in range(40)] + passages[:5] + chats + [_problem(Random(0), 1.0)["question"]]
     build_tokenizer(train_bpe(iter(sample), 320), 320 + len(SPECIAL_TOKENS)).save_pretrained(run.tokenizer)
     common = ["--corpus", str(run.corpus), "--tokenizer", str(run.tokenizer)]

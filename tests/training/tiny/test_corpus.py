@@ -17,6 +17,9 @@ from training.tiny.sources import SOURCES, Source
 
 def test_heldout_documents_never_appear_in_training(tiny_run):
     manifest = json.loads((tiny_run.corpus / "manifest.json").read_text())
+    # Worked problems of the project's own have no held-out half.
+    assert manifest.pop("chat_problems")["train_dialogues"] == 40
+    assert not list((tiny_run.corpus / "heldout").glob("chat_problems*"))
     for name, entry in manifest.items():
         assert entry["train_documents"] + entry["heldout_documents"] == entry["documents"]
         path = tiny_run.corpus / "train" / f"{name}.txt.xz"
