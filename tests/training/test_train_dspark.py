@@ -10,7 +10,7 @@ from hf_hybridspec.bundled import resolve
 from hf_hybridspec.modeling.dspark import DSparkDrafter
 from training.target_features import FrozenTarget
 from training.tiny import train_dspark
-from training.tiny.regenerate import save_answers
+from training.tiny.regenerate import load_answers, save_answers
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +62,7 @@ def test_the_store_gives_what_the_frozen_target_gives(answers):
     ]
     options = train_dspark.parse_arguments([*arguments, "--device", "cpu"])
     target, drafter = train_dspark.load_models(options)
-    rows = train_dspark.load_answers(answers)
-    store = train_dspark.DSparkStore(target, rows, list(drafter.target_layer_ids), 64)
+    store = train_dspark.DSparkStore(target, load_answers(answers), list(drafter.target_layer_ids), 64)
     batch, record = store.batch(3, 4)
     expected = FrozenTarget(target, drafter).run(batch.tokens, batch.anchors)
     inside = batch.answer_mask

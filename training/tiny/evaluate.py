@@ -23,9 +23,9 @@ from hf_hybridspec.bundled import resolve
 from hf_hybridspec.modeling.dflash import DFlashDrafter
 from training.anchors import lay_out_blocks
 from training.drafting import block_forward, project_features
+from training.tiny.drafter_run import tapped_features
 from training.tiny.fast_target import fast_forms
 from training.tiny.regenerate import answer_batch
-from training.tiny.train_dflash import tapped_features
 from training.tiny.train_target import heldout_losses
 
 KINDS = ("gsm", "code", "dialogue", "prose")

@@ -15,13 +15,28 @@ from random import Random
 
 from training.tiny.dialogues import gsm_dialogue
 from training.tiny.documents import Dialogue
+from training.tiny.problems_of_events import (
+    average,
+    bill_shared,
+    decimal_comparison,
+    fractions_of_things,
+    groups_of_people,
+    profit,
+    reading,
+    recipe,
+    tank,
+    theater,
+    trip_cost,
+    two_workers,
+)
 from training.tiny.problems_of_measures import ages, rectangle, savings, schedule, travel, two_offers, wages
 from training.tiny.problems_of_things import changes, comparison, parts_of_group, production, shopping, supplies
 from training.tiny.story import Story, number
 
 FAMILIES: tuple[Callable[[Story], None], ...] = (
     changes, changes, shopping, shopping, wages, comparison, comparison, parts_of_group, travel, production,
-    schedule, savings, rectangle, ages, two_offers, supplies,
+    schedule, savings, rectangle, ages, two_offers, supplies, recipe, average, theater, reading, tank,
+    fractions_of_things, decimal_comparison, two_workers, trip_cost, profit, groups_of_people, bill_shared,
 )  # fmt: skip
 
 

@@ -8,10 +8,10 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as stock
 from hf_hybridspec.bundled import BUNDLED_MODELS, resolve
 from hf_hybridspec.modeling.dflash import DFlashDrafter
 from training.tiny import evaluate, fast_target
+from training.tiny.drafter_run import FeatureStore, tapped_features
 from training.tiny.optimizers import MasterAdamW, orthogonalise, schedule
 from training.tiny.regenerate import load_answers
 from training.tiny.target_config import target_config
-from training.tiny.train_dflash import FeatureStore, tapped_features
 
 
 @pytest.fixture(scope="module")
