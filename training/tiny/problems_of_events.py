@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from training.tiny.problem_words import CURRENCIES, GOODS, PEOPLE, PLACES, SMALL_THINGS, VEHICLES, WORKERS, plural
-from training.tiny.story import Story, number
+from training.tiny.problem_words import CURRENCIES, GOODS, PEOPLE, PLACES, SMALL_THINGS, VEHICLES, WORKERS
+from training.tiny.story import Story, number, plural
 
 
 def recipe(story: Story) -> None:
@@ -15,11 +15,9 @@ def recipe(story: Story) -> None:
         f"[A recipe for|{name}'s recipe for] {dish} [needs|uses|calls for] {amount} {unit} of {food}[ and|, and it]"
     )
     story.tell(f"[serves|is enough for|feeds] {serves} people.")
-    story.tell(
-        f"[How many|How much is needed, in] {unit} of {food} [does {name} need|are needed] for {serves * times} people?"
-    )
+    story.tell(f"How many {unit} of {food} [does {name} need|are needed] for {serves * times} people?")
     story.solve(
-        f"[For {serves * times} people|{name} cooks] the recipe [must be made|is made] {serves * times} / {serves} = {times} times."
+        f"[For {serves * times} people the recipe is|It must be] made {serves * times} / {serves} = {times} times."
     )
     story.solve(f"[That needs|So it takes] {amount} * {times} = {amount * times} {unit} of {food}.")
     story.answer = amount * times
@@ -66,9 +64,7 @@ def reading(story: Story) -> None:
     daily, days, after = story.up_to(40, 5), story.up_to(9), story.up_to(9)
     pages = daily * (days + after)
     story.tell(f"{name} [reads|is reading] a {noun} of {pages} pages, {daily} pages [every|a|each] day.")
-    story.tell(
-        f"[After {days} days|{days} days later], how many [more days|days] does {name} need to [finish it|reach the end]?"
-    )
+    story.tell(f"[After {days} days|{days} days later], how many more days does {name} need to [finish|end] it?")
     story.solve(f"In {days} days {name} reads {daily} * {days} = {daily * days} pages.")
     story.solve(f"[There remain|That leaves] {pages} - {daily * days} = {pages - daily * days} pages.")
     story.solve(f"{name} needs {pages - daily * days} / {daily} = {after} more days.")
@@ -123,9 +119,9 @@ def decimal_comparison(story: Story) -> None:
     story.tell(
         f"{first} {verb} {base} {things}, while {second} {verb} {share} times as many[ with one hand| before lunch|]."
     )
-    story.tell(f"How many {things} [were {verb} by both|did they {verb} together|were {verb} in total]?")
+    story.tell(f"How many {things} [were {verb} by both|were {verb} in total]?")
     story.solve(f"{second} {verb} {base} * {share} = {part} {things}.")
-    story.solve(f"[Together|In total|Both] they {verb} {base} + {part} = {base + part} {things}.")
+    story.solve(f"[Together|In total] they {verb} {base} + {part} = {base + part} {things}.")
     story.answer = base + part
 
 
@@ -151,7 +147,7 @@ def trip_cost(story: Story) -> None:
     per, count, price, fee = story.of((10, 20, 25, 30, 40)), story.up_to(12), story.up_to(9), story.up_to(25)
     story.tell(f"{name}'s {vehicle} [goes|drives|runs] {per} miles on one gallon of fuel, which costs {money}{price}.")
     story.tell(
-        f"{name} [travels|makes a trip of|drives] {per * count} miles and [pays|spends] {money}{fee} for [the bridge|parking|food]."
+        f"{name} [travels|drives] {per * count} miles and [pays|spends] {money}{fee} for [the bridge|parking|food]."
     )
     story.tell("[What does the trip cost|How much money is spent on the trip]?")
     story.solve(f"The trip takes {per * count} / {per} = {count} gallons.")
@@ -167,7 +163,7 @@ def profit(story: Story) -> None:
     (name,), item, money = story.names(1), story.of(GOODS), story.of(CURRENCIES)
     count, cost, gain = story.up_to(30), story.up_to(20), story.up_to(15)
     story.tell(
-        f"{name} [buys|orders] {count} {plural(item)} for {money}{cost} each and sells [them|every one] for {money}{cost + gain}."
+        f"{name} [buys|orders] {count} {plural(item)} for {money}{cost} each and sells each for {money}{cost + gain}."
     )
     story.tell(f"[How much profit does {name} make|What is {name}'s profit|How much does {name} earn]?")
     if story.rng.random() < 0.5:
