@@ -23,7 +23,7 @@ def draft_hidden(
     features: Tensor,
     layout: BlockLayout,
     recurrent_states: Mapping[int, Tensor] | None = None,
-    gradient_checkpointing: bool = False,
+    activation_checkpointing: bool = False,
 ) -> Tensor:
     """Hidden rows [B, N, R, H], after the final norm, of the N blocks of each of B sequences; differentiable.
 
@@ -31,10 +31,10 @@ def draft_hidden(
         tokens: [B, S] int64, read at the anchors.
         features: [B, C, taps * hidden] of positions 0..C-1, the context; C = S, or less where no anchor lies beyond.
         recurrent_states: target layer -> [B * N, HV, K, V]; needed where the drafter reads states.
-        gradient_checkpointing: keep a layer's input only and run the layer again in the backward pass.
+        activation_checkpointing: keep a layer's input only and run the layer again in the backward pass.
     """
     context = project_features(drafter, features)
-    return block_forward(drafter, tokens, context, layout, recurrent_states, gradient_checkpointing)
+    return block_forward(drafter, tokens, context, layout, recurrent_states, activation_checkpointing)
 
 
 def project_features(drafter: Drafter, features: Tensor) -> list[KeyValues]:
@@ -50,7 +50,7 @@ def block_forward(
     context: Sequence[KeyValues],
     layout: BlockLayout,
     recurrent_states: Mapping[int, Tensor] | None = None,
-    gradient_checkpointing: bool = False,
+    activation_checkpointing: bool = False,
 ) -> Tensor:
     """As `draft_hidden`, from a context that `project_features` made before, for several layouts over one text.
 
@@ -64,7 +64,7 @@ def block_forward(
     states = drafter.gather_states(recurrent_states)
     for layer, span, key_values in zip(drafter.layers, drafter.spans, context, strict=True):
         block = BlockInput(rotation, key_values, masks[span], rows, states)
-        if gradient_checkpointing and torch.is_grad_enabled():
+        if activation_checkpointing and torch.is_grad_enabled():
             hidden = checkpoint(layer, hidden, block, use_reentrant=False)
         else:
             hidden = layer(hidden, block)

@@ -77,13 +77,13 @@ class DraftingObjective(nn.Module):
         trained: nn.Module,
         weights: LossWeights,
         blocks_per_chunk: int = 32,
-        gradient_checkpointing: bool = False,
+        activation_checkpointing: bool = False,
     ):
         super().__init__()
         self.trained = trained
         self.weights = weights
         self.blocks_per_chunk = blocks_per_chunk
-        self.gradient_checkpointing = gradient_checkpointing
+        self.activation_checkpointing = activation_checkpointing
         _check_trainable(self.drafter)
 
     @property
@@ -98,7 +98,7 @@ class DraftingObjective(nn.Module):
             batch.tokens, batch.answer_mask, batch.anchors, batch.valid, drafter.block_size, drafter.alignment
         )
         hidden = draft_hidden(
-            drafter, batch.tokens, record.features, layout, record.recurrent_states, self.gradient_checkpointing
+            drafter, batch.tokens, record.features, layout, record.recurrent_states, self.activation_checkpointing
         )
         first = drafter.alignment.first_draft_row
         # Supervision ends at the first row without a label: what follows is no continuation of the block.

@@ -60,10 +60,10 @@ def build_trainer(
         models.adapted,
         LossWeights(**weights_of(arguments)),
         arguments.blocks_per_chunk,
-        training.gradient_checkpointing,
+        training.activation_checkpointing,
     )
     # Ours runs per layer, above; the Trainer's would look for a transformers model.
-    training.gradient_checkpointing = False
+    training.activation_checkpointing = False
     padding = models.tokenizer.pad_token_id
     return ReadyTrainer(
         args=training,

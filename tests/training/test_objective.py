@@ -94,7 +94,9 @@ def test_sequences_weigh_the_same_however_many_anchors_they_have():
     torch.testing.assert_close(run(drafter, target, batch).loss, (part(0) + part(1)) / 2, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"blocks_per_chunk": 1}, {"blocks_per_chunk": 2, "gradient_checkpointing": True}])
+@pytest.mark.parametrize(
+    "options", [{"blocks_per_chunk": 1}, {"blocks_per_chunk": 2, "activation_checkpointing": True}]
+)
 def test_chunks_and_checkpoints_change_neither_loss_nor_gradient(options):
     target, drafter = make_pair("ready")
     batch = make_batch()

@@ -14,6 +14,7 @@ from hf_hybridspec import AutoDrafter
 from hf_hybridspec.modeling.dspark import DSparkDrafter
 from hf_hybridspec.modeling.ready import ReadyDrafter
 from tests.training.runs import losses_of, write_config, write_rows, write_setup
+from training import drafting
 from training import trainer as trainer_module
 from training.train_ready import main
 
@@ -116,6 +117,19 @@ def test_two_processes_equal_one(tmp_path, setup):
     one, two = adapter(setup["output_dir"]), adapter(tmp_path / "two")
     for name in one:
         torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=2e-4)
+
+
+def test_activation_checkpointing_is_the_objectives_own_and_changes_no_loss(tmp_path, setup, monkeypatch):
+    run(tmp_path, setup, max_steps=1, output_dir=str(tmp_path / "kept"))
+    recomputed = []
+    checkpoint = drafting.checkpoint
+    monkeypatch.setattr(
+        drafting, "checkpoint", lambda *args, **kwargs: recomputed.append(1) or checkpoint(*args, **kwargs)
+    )
+    # The Trainer's own would refuse the objective, which is no transformers model.
+    assert run(tmp_path, setup, max_steps=1, activation_checkpointing=True) == 0
+    assert recomputed
+    assert losses_of(setup["output_dir"]) == pytest.approx(losses_of(tmp_path / "kept"), rel=1e-5)
 
 
 def test_bf16_keeps_fp32_masters(tmp_path, setup):
