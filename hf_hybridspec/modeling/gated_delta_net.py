@@ -23,10 +23,12 @@ class BlockGatedDeltaNet:
     def forward(self, hidden_states: torch.Tensor, cache=None, attention_mask: torch.Tensor | None = None, **kwargs):
         """Output `[B, n, hidden]` of n rows; within a block of a HybridCache they are recorded, not applied.
 
-        `attention_mask` `[B, n]` marks the left padding of a prefill; a block has none.
+        `attention_mask` `[B, n]` marks the left padding of a prefill; a block has none. Raises ValueError, and records
+        nothing, if the block is not open for so many rows.
         """
         if not isinstance(cache, HybridCache) or not cache.block_length:
             return super().forward(hidden_states, cache=cache, attention_mask=attention_mask, **kwargs)
+        cache.check_rows(self.layer_idx, hidden_states.shape[1])
         inputs = self._project(hidden_states)
         buffers, index = cache.buffers_of(self.layer_idx)
         output = buffers.verify(index, inputs, self._block_weights())

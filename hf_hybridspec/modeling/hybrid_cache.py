@@ -154,6 +154,16 @@ class HybridCache(Cache):
         device, index = self._buffer_index[layer_idx]
         return self._buffers[device], index
 
+    def check_rows(self, layer_idx: int, num_rows: int) -> None:
+        """Raises ValueError if `num_rows` more rows of GDN layer `layer_idx` are not within the open block."""
+        buffers, index = self.buffers_of(layer_idx)
+        room = self.block_length - buffers.num_recorded[index]
+        if num_rows > room:
+            raise ValueError(
+                f"The forward feeds {num_rows} rows, the open block of {self.block_length} has room for {room}. "
+                f"Feed at most these, or open a block for all of them with begin_block({num_rows}) before the forward."
+            )
+
     @property
     def block_bytes(self) -> int:
         """Bytes that blocks occupy beside the states, over all layers."""

@@ -57,6 +57,25 @@ def test_a_static_cache_says_when_it_is_full(pair):
     assert_close(logits, run_block(pair.attached, expected, ROWS[:, :11]))
 
 
+@pytest.mark.parametrize("num_rows", [5, 16, 21])
+def test_more_rows_than_the_block_was_opened_for(pair, decoded, num_rows):
+    """Refused before a layer has run, so that the block is still open and the next forward right."""
+    start, steps = decoded(pair, False)
+    cache = copy.deepcopy(start)
+    cache.begin_block(4)
+    with pytest.raises(
+        ValueError, match=rf"feeds {num_rows} rows, the open block of 4 has room for 4.*begin_block\({num_rows}\)"
+    ):
+        run(pair.attached, cache, ROWS[:, :num_rows])
+    assert cache.block_length == 4 and int(cache.get_seq_length()) == int(start.get_seq_length())
+    assert_close(run(pair.attached, cache, ROWS[:, :4]), steps[4].logits)
+    # A second forward without a block of its own.
+    with pytest.raises(ValueError, match="feeds 1 rows, the open block of 4 has room for 0"):
+        run(pair.attached, cache, ROWS[:, 4:5])
+    cache.commit(3)
+    assert_same_content(cache, steps[3].cache)
+
+
 @pytest.mark.parametrize("is_static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("failing", ["layers.0.mlp", "layers.2", "layers.3.self_attn", "norm"])
 def test_a_forward_that_fails_leaves_no_trace(pair, failing, is_static, decoded):
