@@ -11,6 +11,7 @@ from hf_hybridspec.kernels.gated_delta_inputs import gated_delta_inputs
 from hf_hybridspec.kernels.gated_delta_rule import verify_gated_delta_rule
 from hf_hybridspec.kernels.linear import gated_linear, gated_norm_linear, norm_linear
 from hf_hybridspec.kernels.moe_experts import expert_down, expert_gate_up, route_rows
+from hf_hybridspec.kernels.residual_rows import ResidualRows, residual_rows
 from hf_hybridspec.kernels.rotary import rotary_rows
 from hf_hybridspec.modeling.block_state import AttentionState, BlockState, GatedDeltaState
 from hf_hybridspec.modeling.fused_weights import (
@@ -31,9 +32,12 @@ class Pieces:
 
     def __init__(self, weights: FusedWeights, state: BlockState, length: int, assignments: list[torch.Tensor] | None):
         self.weights, self.state = weights, state
-        self.rows = torch.randn_like(weights.embedding[:length])
-        self.counters = torch.zeros(self.rows.shape[1] // 16 + 1, dtype=torch.int32, device=self.rows.device)
-        self.offset = torch.zeros(1, dtype=torch.int64, device=self.rows.device)
+        # What precedes every launch, and room for what any of them leaves.
+        self.rows = residual_rows(torch.randn_like(weights.embedding[:length]), weights.final_scale)
+        self.room = ResidualRows.empty(length, weights.final_scale, weights.embedding.dtype)
+        self.device = weights.embedding.device
+        self.counters = torch.zeros(self.rows.shape[1] // 16 + 1, dtype=torch.int32, device=self.device)
+        self.offset = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.assignments = assignments
         self.calls: dict[str, list[Callable[[], object]]] = {}
         for layer_idx, layer in enumerate(weights.layers):
@@ -44,9 +48,10 @@ class Pieces:
                 self._add_attention(layer.mixer, part)
             if isinstance(layer.feed_forward, SparseWeights):
                 self._add_experts(layer_idx, layer.feed_forward)
-        head = partial(norm_linear, self.rows, weights.final_scale, weights.head, weights.eps)
-        self._add("output head", head)
-        commit_length = torch.ones(1, dtype=torch.int32, device=self.rows.device)
+        token_ids = torch.arange(length, device=self.device)
+        self._add("embedding", partial(residual_rows, weights.embedding, weights.final_scale, token_ids))
+        self._add("output head", partial(norm_linear, self.rows, weights.head, weights.eps))
+        commit_length = torch.ones(1, dtype=torch.int32, device=self.device)
         self._add("commit of one row", lambda: (state.commit(commit_length), state.committed.sub_(commit_length)))
 
     def works(self) -> dict[str, Callable[[], object]]:
@@ -76,14 +81,14 @@ class Pieces:
         attended, gate = verify()[0], produced.z.unflatten(1, (-1, mixer.v_dim))
         self._add("GDN inputs", produce)
         self._add("GDN verify", verify)
-        end = partial(gated_norm_linear, attended, gate, mixer.norm_weight, mixer.output, rows, eps, self.counters)
-        self._add("GDN output", end)
+        ended = (attended, gate, mixer.norm_weight, mixer.output, rows.values, self.room, eps, self.counters)
+        self._add("GDN output", partial(gated_norm_linear, *ended))
 
     def _add_attention(self, mixer: AttentionWeights, part: AttentionState) -> None:
         rows, weights, committed = self.rows, self.weights, self.state.committed
-        project = partial(norm_linear, rows, mixer.norm_scale, mixer.projection, weights.eps)
+        project = partial(norm_linear, rows, mixer.projection, weights.eps)
         rotation = rotary_rows(
-            committed, self.offset, weights.frequencies, weights.rope_scaling, rows.shape[0], rows.dtype
+            committed, self.offset, weights.frequencies, weights.rope_scaling, rows.shape[0], rows.values.dtype
         )
         turned = (rotation.cos, rotation.sin, part.keys, part.values, committed, weights.eps)
         prepare = partial(attention_inputs, project(), mixer.norms, *turned)
@@ -92,18 +97,19 @@ class Pieces:
         self._add("attention q|k|v", project)
         self._add("attention norms and RoPE", prepare)
         self._add("attention", attend)
-        end = partial(gated_linear, attend(), inputs.gate, mixer.output, rows, self.counters)
-        self._add("attention output", end)
+        ended = (attend(), inputs.gate, mixer.output, rows.values, self.room, self.counters)
+        self._add("attention output", partial(gated_linear, *ended))
 
     def _add_experts(self, layer_idx: int, block: SparseWeights) -> None:
         rows, eps = self.rows, self.weights.eps
-        self._add("router", partial(route_rows, rows, block.norm_scale, block.router, block.top_k, eps, self.counters))
-        routed = route_rows(rows, block.norm_scale, block.router, block.top_k, eps)
+        self._add("router", partial(route_rows, rows, block.router, block.top_k, eps, self.counters))
+        routed = route_rows(rows, block.router, block.top_k, eps)
         if self.assignments is not None:
             routed = scripted_rows(self.assignments[layer_idx], block.router.shape[0] - 1)
-        start = partial(expert_gate_up, rows, block.norm_scale, routed, block.experts, eps)
+        start = partial(expert_gate_up, rows, routed, block.experts, eps)
         self._add("experts, gate and up", start)
-        self._add("experts, down", partial(expert_down, start(), routed, block.experts, rows, self.counters))
+        ended = (start(), routed, block.experts, rows.values, self.room, self.counters)
+        self._add("experts, down", partial(expert_down, *ended))
 
 
 def forward_bytes(weights: FusedWeights, state: BlockState, context: int) -> dict[str, int]:

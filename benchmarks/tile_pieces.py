@@ -1,7 +1,7 @@
 """The tiled kernels at one target's shapes, each as calls whose weights come from device memory, not from a cache."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,11 +11,14 @@ from hf_hybridspec.bench.scripted_routing import RoutingScript
 from hf_hybridspec.kernels.gated_delta_inputs import ProducerWeights, gated_delta_inputs
 from hf_hybridspec.kernels.linear import gated_linear, gated_norm_linear, norm_linear
 from hf_hybridspec.kernels.moe_experts import ExpertWeights, RoutedRows, expert_down, expert_gate_up, route_rows
+from hf_hybridspec.kernels.residual_rows import ResidualRows, residual_rows
 
 EPS = 1e-6
 # Weights that one graph reads before it meets the same ones again: several times the 50 MB of an H200's L2 cache.
 COLD_BYTES = 400e6
 MAX_ROWS = 16
+# Of a row's squares: tiles of 64 columns of 2048.
+PARTS = 32
 # Routings that take turns on one layer's experts.
 ROUTINGS = 8
 
@@ -87,6 +90,14 @@ class Maker:
     def scale(self) -> Tensor:
         return 1 + 0.1 * self.random(self.shape.hidden).float()
 
+    def residual(self, num_rows: int) -> ResidualRows:
+        """Random rows, their squares in as many parts as most kernels leave."""
+        rows = residual_rows(self.random(num_rows, self.shape.hidden), self.scale())
+        return replace(rows, squares=rows.squares.expand(PARTS, -1) / PARTS)
+
+    def room(self, num_rows: int) -> ResidualRows:
+        return ResidualRows.empty(num_rows, self.scale(), self.dtype)
+
     def copies(self, num_bytes: int) -> int:
         return 1 if self.only_once else max(4, round(COLD_BYTES / num_bytes))
 
@@ -140,12 +151,12 @@ def scripted_rows(top_k_index: Tensor, num_experts: int) -> RoutedRows:
 
 def _producer(maker: Maker, num_rows: int) -> Piece:
     shape, channels, heads = maker.shape, maker.shape.channels, maker.shape.num_v_heads
-    rows, scale = maker.random(num_rows, shape.hidden), maker.scale()
+    rows = maker.residual(num_rows)
     conv_weight, state = maker.random(channels, shape.conv_kernel), maker.random(channels, shape.conv_kernel)
     conv_rows, gates = maker.random(MAX_ROWS, channels), maker.random(2, heads).float()
 
     def run(weight: Tensor) -> Tensor:
-        weights = ProducerWeights(scale, weight, conv_weight, gates[0], gates[1])
+        weights = ProducerWeights(weight, conv_weight, gates[0], gates[1])
         return gated_delta_inputs(rows, weights, state, conv_rows, EPS).mixed
 
     return maker.projection("gated_delta_inputs", channels + heads * (shape.v_dim + 2), shape.hidden, run)
@@ -154,68 +165,63 @@ def _producer(maker: Maker, num_rows: int) -> Piece:
 def _gated_delta_end(maker: Maker, num_rows: int) -> Piece:
     shape, heads, counters = maker.shape, (maker.shape.num_v_heads, maker.shape.v_dim), maker.counters()
     rows, gate, residual = (maker.random(num_rows, *size) for size in (heads, heads, (shape.hidden,)))
-    norm_weight = maker.random(shape.v_dim)
+    norm_weight, room = maker.random(shape.v_dim), maker.room(num_rows)
 
     def run(weight: Tensor) -> Tensor:
-        return gated_norm_linear(rows, gate, norm_weight, weight, residual, EPS, counters)
+        return gated_norm_linear(rows, gate, norm_weight, weight, residual, room, EPS, counters).scaled
 
     return maker.projection("gated_norm_linear", shape.hidden, heads[0] * heads[1], run)
 
 
 def _attention_start(maker: Maker, num_rows: int) -> Piece:
-    shape, scale, rows = maker.shape, maker.scale(), maker.random(num_rows, maker.shape.hidden)
+    shape, rows = maker.shape, maker.residual(num_rows)
     size_n = 2 * (shape.num_query_heads + shape.num_kv_heads) * shape.head_dim
-    return maker.projection("norm_linear", size_n, shape.hidden, lambda weight: norm_linear(rows, scale, weight, EPS))
+    return maker.projection("norm_linear", size_n, shape.hidden, lambda weight: norm_linear(rows, weight, EPS))
 
 
 def _attention_end(maker: Maker, num_rows: int) -> Piece:
     shape, counters = maker.shape, maker.counters()
     heads, size = shape.num_query_heads, shape.head_dim
     rows, gate = maker.random(num_rows, heads, size), maker.random(num_rows, heads, 2 * size)[..., size:]
-    residual = maker.random(num_rows, shape.hidden)
+    residual, room = maker.random(num_rows, shape.hidden), maker.room(num_rows)
 
     def run(weight: Tensor) -> Tensor:
-        return gated_linear(rows, gate, weight, residual, counters)
+        return gated_linear(rows, gate, weight, residual, room, counters).scaled
 
     return maker.projection("gated_linear", shape.hidden, heads * size, run)
 
 
 def _router(maker: Maker, num_rows: int) -> Piece:
-    shape, scale, counters = maker.shape, maker.scale(), maker.counters()
-    rows = maker.random(num_rows, shape.hidden)
+    shape, rows, counters = maker.shape, maker.residual(num_rows), maker.counters()
 
     def run(weight: Tensor) -> Tensor:
-        return route_rows(rows, scale, weight, shape.top_k, EPS, counters).top_k_weights
+        return route_rows(rows, weight, shape.top_k, EPS, counters).top_k_weights
 
     return maker.projection("router", shape.num_experts + 1, shape.hidden, run)
 
 
 def _output_head(maker: Maker, num_rows: int) -> Piece:
-    shape, scale, rows = maker.shape, maker.scale(), maker.random(num_rows, maker.shape.hidden)
+    shape, rows = maker.shape, maker.residual(num_rows)
     return maker.projection(
-        "wide_norm_linear", shape.vocabulary, shape.hidden, lambda weight: norm_linear(rows, scale, weight, EPS)
+        "wide_norm_linear", shape.vocabulary, shape.hidden, lambda weight: norm_linear(rows, weight, EPS)
     )
 
 
 def _experts_start(maker: Maker, num_rows: int) -> Piece:
-    rows, scale, routings = maker.random(num_rows, maker.shape.hidden), maker.scale(), maker.routings(num_rows)
+    rows, routings = maker.residual(num_rows), maker.routings(num_rows)
 
     def run(routed: RoutedRows, weights: ExpertWeights) -> Tensor:
-        return expert_gate_up(rows, scale, routed, weights, EPS).routed
+        return expert_gate_up(rows, routed, weights, EPS).routed
 
     return _over_layers(maker, "expert_gate_up", run, routings, rows_per_expert=2 * maker.shape.inner)
 
 
 def _experts_end(maker: Maker, num_rows: int) -> Piece:
-    residual, routings, counters = (
-        maker.random(num_rows, maker.shape.hidden),
-        maker.routings(num_rows),
-        maker.counters(),
-    )
-    activated = expert_gate_up(residual, maker.scale(), routings[0], maker.experts()[0], EPS)
+    rows, routings, counters = maker.residual(num_rows), maker.routings(num_rows), maker.counters()
+    activated, room = expert_gate_up(rows, routings[0], maker.experts()[0], EPS), maker.room(num_rows)
 
     def run(routed: RoutedRows, weights: ExpertWeights) -> Tensor:
-        return expert_down(activated, routed, weights, residual, counters)
+        return expert_down(activated, routed, weights, rows.values, room, counters).scaled
 
     return _over_layers(maker, "expert_down", run, routings, rows_per_expert=maker.shape.inner)
 

@@ -7,13 +7,11 @@ arithmetic is in `context_inputs_reference.py`.
 import torch
 
 from .dispatch import implementation
-
-MAX_ROWS = 16
+from .residual_rows import ResidualRows, check_residual
 
 
 def context_inputs(
-    rows: torch.Tensor,
-    norm_scale: torch.Tensor,
+    rows: ResidualRows,
     weights: torch.Tensor,
     key_scales: torch.Tensor,
     cos: torch.Tensor,
@@ -26,8 +24,7 @@ def context_inputs(
     """RMSNorm, k|v projections, norm and RoPE of the keys; results go to the caches.
 
     Args:
-        rows: `[n, H]` fp32, bf16 or fp16, 1 <= n <= 16.
-        norm_scale: `[H]` fp32, of the rows' norm.
+        rows: of n rows and H columns.
         weights: `[L, 2 Hkv D, H]` in the dtype of `rows`, key rows first; layers may lie apart.
         key_scales: `[L, D]` fp32, of the keys' norm.
         cos, sin: `[n, D]` in the dtype of `rows`; whole heads are rotated.
@@ -39,13 +36,11 @@ def context_inputs(
     Raises:
         ValueError: a shape or dtype differs from the above.
     """
-    if rows.dim() != 2 or not 1 <= rows.shape[0] <= MAX_ROWS:
-        raise ValueError(f"rows must be [n, H] with 1 <= n <= {MAX_ROWS}, got {tuple(rows.shape)}.")
+    check_residual("rows", rows)
     if key_caches.dim() != 4 or key_caches.shape[3] % 2:
         raise ValueError(f"key_caches must be [L, Hkv, S, D] with D even, got {tuple(key_caches.shape)}.")
     layers, heads, _, size = key_caches.shape
     expected = {
-        "norm_scale": (norm_scale, (rows.shape[1],)),
         "weights": (weights, (layers, 2 * heads * size, rows.shape[1])),
         "key_scales": (key_scales, (layers, size)),
         "cos": (cos, (rows.shape[0], size)),
@@ -56,10 +51,10 @@ def context_inputs(
     for name, (tensor, shape) in expected.items():
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must be {shape}, got {tuple(tensor.shape)}.")
-    if committed.dtype != torch.int32 or {weights.dtype, key_caches.dtype, value_caches.dtype} != {rows.dtype}:
+    if committed.dtype != torch.int32 or {weights.dtype, key_caches.dtype, value_caches.dtype} != {rows.values.dtype}:
         raise ValueError(
-            f"weights and caches must be of {rows.dtype} and committed of int32, got {weights.dtype}, "
+            f"weights and caches must be of {rows.values.dtype} and committed of int32, got {weights.dtype}, "
             f"{key_caches.dtype}, {value_caches.dtype} and {committed.dtype}."
         )
-    kernels = implementation("context_inputs", rows.device)
-    kernels.context_inputs(rows, norm_scale, weights, key_scales, cos, sin, key_caches, value_caches, committed, eps)
+    kernels = implementation("context_inputs", weights.device)
+    kernels.context_inputs(rows, weights, key_scales, cos, sin, key_caches, value_caches, committed, eps)

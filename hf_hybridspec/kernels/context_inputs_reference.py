@@ -7,12 +7,15 @@ import torch.nn.functional as F
 
 from .block_attention import HeadNorms
 from .block_attention_reference import attention_inputs
+from .residual_rows import ResidualRows
+from .residual_rows_reference import normalised
 
 
-def context_inputs(rows, norm_scale, weights, key_scales, cos, sin, key_caches, value_caches, committed, eps) -> None:
+def context_inputs(
+    rows: ResidualRows, weights, key_scales, cos, sin, key_caches, value_caches, committed, eps
+) -> None:
     """As `context_inputs.context_inputs`."""
-    wide = rows.float()
-    normed = (wide * (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * norm_scale).to(rows.dtype)
+    normed = normalised(rows, eps)
     for weight, scale, keys, values in zip(weights, key_scales, key_caches, value_caches, strict=True):
         norms = HeadNorms(scale, scale, is_gated=False)
         attention_inputs(F.linear(normed, weight), norms, cos, sin, keys, values, committed, eps)

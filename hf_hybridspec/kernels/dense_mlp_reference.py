@@ -9,15 +9,17 @@ the one rounding at the end.
 import torch
 import torch.nn.functional as F
 
+from .linear_reference import add_projection
+from .residual_rows import ResidualRows
+from .residual_rows_reference import normalised
 
-def dense_gate_up(rows, norm_scale, gate_up_weight, eps) -> torch.Tensor:
+
+def dense_gate_up(rows: ResidualRows, gate_up_weight, eps) -> torch.Tensor:
     """As `dense_mlp.dense_gate_up`."""
-    wide = rows.float()
-    normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * norm_scale
-    gate, up = F.linear(normed.to(rows.dtype), gate_up_weight).chunk(2, dim=-1)
+    gate, up = F.linear(normalised(rows, eps), gate_up_weight).chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
-def dense_down(activated, down_weight, residual, counters=None) -> torch.Tensor:
+def dense_down(activated, down_weight, residual, output: ResidualRows, counters=None) -> ResidualRows:
     """As `dense_mlp.dense_down`; needs no counters."""
-    return (residual.float() + F.linear(activated.float(), down_weight.float())).to(activated.dtype)
+    return add_projection(residual, activated, down_weight, output)

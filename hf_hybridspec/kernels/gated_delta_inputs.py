@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from .dispatch import implementation
-
-MAX_ROWS = 16
+from .linear import check_weight
+from .residual_rows import ResidualRows, check_residual
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,6 @@ class ProducerWeights:
     """Constants of one GDN layer, with C = 2 * H * K + HV * V channels.
 
     Attributes:
-        norm_scale: `[hidden]` fp32, factor of the norm before the layer.
         projection: `[C + HV * V + 2 * HV, hidden]`, rows of query, key and value channels, output gate, b, a.
         row_order: None, or int32 `[C + HV * V + 2 * HV]`: where in `projection` each of these rows lies.
         conv_weight: `[C, kernel]`.
@@ -25,7 +24,6 @@ class ProducerWeights:
         dt_bias: `[HV]`.
     """
 
-    norm_scale: torch.Tensor
     projection: torch.Tensor
     conv_weight: torch.Tensor
     A_log: torch.Tensor
@@ -51,12 +49,12 @@ class Produced:
 
 
 def gated_delta_inputs(
-    hidden: torch.Tensor, weights: ProducerWeights, conv_state: torch.Tensor, conv_rows: torch.Tensor, eps: float
+    rows: ResidualRows, weights: ProducerWeights, conv_state: torch.Tensor, conv_rows: torch.Tensor, eps: float
 ) -> Produced:
     """Runs the joint producer on n rows that follow the committed history (HybridSpec, section on GDN kernels).
 
     Args:
-        hidden: `[n, hidden]` fp32, bf16 or fp16, the residual stream, 1 <= n <= 16.
+        rows: of the residual stream, n of them; the norm that follows them is that of the layer.
         conv_state: `[C, kernel]`, the last `kernel` committed columns, oldest first, read only.
         conv_rows: `[N, C]` with N >= n; rows 0..n-1 are written, the channels before the convolution.
         eps: of the norm.
@@ -64,22 +62,19 @@ def gated_delta_inputs(
     Raises:
         ValueError: a shape or dtype differs from the above.
     """
-    if hidden.dim() != 2 or not 1 <= hidden.shape[0] <= MAX_ROWS:
-        raise ValueError(f"hidden must be [n, hidden] with 1 <= n <= {MAX_ROWS}, got {tuple(hidden.shape)}.")
+    check_residual("rows", rows)
     channels, heads = weights.conv_weight.shape[0], weights.A_log.shape[0]
-    rows, width = weights.projection.shape
-    if width != hidden.shape[1] or weights.projection.dtype != hidden.dtype or rows - channels - 2 * heads <= 0:
+    check_weight("projection", weights.projection, rows.shape[1], rows.values.dtype)
+    size_n = weights.projection.shape[0]
+    if size_n - channels - 2 * heads <= 0:
         raise ValueError(
-            f"projection must be [C + HV * V + 2 * HV, {hidden.shape[1]}] of {hidden.dtype} with C = {channels} and "
-            f"HV = {heads}, got {weights.projection.dtype} {tuple(weights.projection.shape)}."
+            f"projection must have C + HV * V + 2 * HV rows with C = {channels} and HV = {heads}, got {size_n}."
         )
-    if (order := weights.row_order) is not None and (order.shape != (rows,) or order.dtype != torch.int32):
-        raise ValueError(f"row_order must be None or int32 [{rows}], got {order.dtype} {tuple(order.shape)}.")
+    if (order := weights.row_order) is not None and (order.shape != (size_n,) or order.dtype != torch.int32):
+        raise ValueError(f"row_order must be None or int32 [{size_n}], got {order.dtype} {tuple(order.shape)}.")
     if conv_state.shape != weights.conv_weight.shape:
         raise ValueError(f"conv_state must be {tuple(weights.conv_weight.shape)}, got {tuple(conv_state.shape)}.")
-    if conv_rows.dim() != 2 or conv_rows.shape[0] < hidden.shape[0] or conv_rows.shape[1] != channels:
-        raise ValueError(
-            f"conv_rows must be [N, {channels}] with N >= {hidden.shape[0]}, got {tuple(conv_rows.shape)}."
-        )
-    kernels = implementation("gated_delta_inputs", hidden.device)
-    return kernels.gated_delta_inputs(hidden, weights, conv_state, conv_rows, eps)
+    if conv_rows.dim() != 2 or conv_rows.shape[0] < rows.shape[0] or conv_rows.shape[1] != channels:
+        raise ValueError(f"conv_rows must be [N, {channels}] with N >= {rows.shape[0]}, got {tuple(conv_rows.shape)}.")
+    kernels = implementation("gated_delta_inputs", conv_rows.device)
+    return kernels.gated_delta_inputs(rows, weights, conv_state, conv_rows, eps)

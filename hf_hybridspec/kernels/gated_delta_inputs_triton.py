@@ -10,7 +10,9 @@ import triton.language as tl
 
 from .common_triton import launch_device, launch_options, let_next_start, prefetch_rows, wait_for_previous
 from .gated_delta_inputs import Produced, ProducerWeights
-from .linear_triton import NORM, PADDED_ROWS, load_tile, multiply_add, prepare_rows
+from .linear_triton import PADDED_ROWS, load_tile, multiply_add, precision_of
+from .residual_rows import ResidualRows
+from .residual_rows_triton import inverse_rms, load_squares, squares_options
 from .tiles import tile_of
 
 SOFTPLUS_THRESHOLD = tl.constexpr(20.0)
@@ -34,9 +36,9 @@ def _convolve(b_rows, p_history, p_weight, o_r, o_n, m_n, KERNEL: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _producer_kernel(
-    hidden, scale, weight, row_order, conv_weight, conv_state, A_log, dt_bias, conv_rows, mixed, z, log_decay, beta,
+    rows, squares, weight, row_order, conv_weight, conv_state, A_log, dt_bias, conv_rows, mixed, z, log_decay, beta,
     eps, num_rows, stride_xn, stride_xk, stride_wn, stride_wk, stride_cn,
-    H: tl.constexpr, C: tl.constexpr, Z: tl.constexpr, HEADS: tl.constexpr,
+    H: tl.constexpr, C: tl.constexpr, Z: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
     KERNEL: tl.constexpr, REORDERED: tl.constexpr,
     SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
@@ -49,25 +51,23 @@ def _producer_kernel(
         o_source = tl.load(row_order + o_n, mask=m_n, other=0)
     prefetch_rows(weight, o_source, 0, stride_wn, stride_wk, C + Z + 2 * HEADS, H, PREFETCH, OVERLAPS)
     wait_for_previous(OVERLAPS)
+    b_squares = load_squares(squares, o_r, m_r, PARTS, PADDED, SMALL)
     b_sum = tl.zeros([SMALL, BN], tl.float32)
-    b_squares = tl.zeros([SMALL], tl.float32)
     for i_k in range(tl.cdiv(H, BK)):
         o_k = i_k * BK + tl.arange(0, BK)
         m_k = o_k < H
         b_weight = load_tile(weight, o_source, o_k, stride_wn, stride_wk, m_n, m_k)
-        b_rows = load_tile(hidden, o_r, o_k, stride_xn, stride_xk, m_r, m_k)
-        b_scale = tl.load(scale + o_k, mask=m_k, other=0.0)
-        b_rows, b_squares = prepare_rows(b_rows, b_rows, b_scale, b_squares, eps, NORM, BK)
+        b_rows = load_tile(rows, o_r, o_k, stride_xn, stride_xk, m_r, m_k)
         b_sum = multiply_add(b_rows, b_weight, b_sum, PRECISION)
     let_next_start(OVERLAPS)
-    b_out = (b_sum * tl.rsqrt(b_squares / H + eps)[:, None]).to(hidden.dtype.element_ty)
+    b_out = (b_sum * inverse_rms(b_squares, eps, H)[:, None]).to(rows.dtype.element_ty)
     if i_n * BN < C:
         m_c = o_n < C
         m_tile = m_r[:, None] & m_c[None, :]
         tl.store(conv_rows + o_r[:, None] * stride_cn + o_n[None, :], b_out, mask=m_tile)
         b_mixed = _convolve(b_out, conv_state, conv_weight, o_r, o_n, m_c, KERNEL, PRECISION)
-        b_mixed = b_mixed.to(hidden.dtype.element_ty).to(tl.float32)
-        b_mixed = (b_mixed * tl.sigmoid(b_mixed)).to(hidden.dtype.element_ty)
+        b_mixed = b_mixed.to(rows.dtype.element_ty).to(tl.float32)
+        b_mixed = (b_mixed * tl.sigmoid(b_mixed)).to(rows.dtype.element_ty)
         tl.store(mixed + o_r[:, None] * C + o_n[None, :], b_mixed, mask=m_tile)
     if i_n * BN + BN > C:
         m_z = (o_n >= C) & (o_n < C + Z)
@@ -76,7 +76,7 @@ def _producer_kernel(
         b_wide = b_out.to(tl.float32)
         o_b, o_a = o_n - C - Z, o_n - C - Z - HEADS
         m_b, m_a = (o_b >= 0) & (o_b < HEADS), (o_a >= 0) & (o_a < HEADS)
-        b_beta = tl.sigmoid(b_wide).to(hidden.dtype.element_ty)
+        b_beta = tl.sigmoid(b_wide).to(rows.dtype.element_ty)
         tl.store(beta + o_r[:, None] * HEADS + o_b[None, :], b_beta, mask=m_r[:, None] & m_b[None, :])
         b_rate = -tl.exp(tl.load(A_log + o_a, mask=m_a, other=0.0).to(tl.float32))
         b_step = b_wide + tl.load(dt_bias + o_a, mask=m_a, other=0.0).to(tl.float32)[None, :]
@@ -85,26 +85,26 @@ def _producer_kernel(
         tl.store(p_decay, b_rate[None, :] * b_soft, mask=m_r[:, None] & m_a[None, :])
 
 
-def gated_delta_inputs(hidden, weights: ProducerWeights, conv_state, conv_rows, eps) -> Produced:
+def gated_delta_inputs(rows: ResidualRows, weights: ProducerWeights, conv_state, conv_rows, eps) -> Produced:
     """As `gated_delta_inputs.gated_delta_inputs`."""
-    num_rows, size = hidden.shape
+    (num_rows, size), scaled = rows.shape, rows.scaled
     (channels, kernel), heads = weights.conv_weight.shape, weights.A_log.shape[0]
     gates = weights.projection.shape[0] - channels - 2 * heads
     produced = Produced(
-        mixed=hidden.new_empty(num_rows, channels),
-        z=hidden.new_empty(num_rows, gates),
-        log_decay=hidden.new_empty(num_rows, heads, dtype=torch.float32),
-        beta=hidden.new_empty(num_rows, heads),
+        mixed=scaled.new_empty(num_rows, channels),
+        z=scaled.new_empty(num_rows, gates),
+        log_decay=scaled.new_empty(num_rows, heads, dtype=torch.float32),
+        beta=scaled.new_empty(num_rows, heads),
     )
     tile = tile_of("gated_delta_inputs")
-    with launch_device(hidden):
+    with launch_device(scaled):
         _producer_kernel[(triton.cdiv(weights.projection.shape[0], tile.block_n),)](
-            hidden, weights.norm_scale, weights.projection, weights.row_order, weights.conv_weight,
+            scaled, rows.squares, weights.projection, weights.row_order, weights.conv_weight,
             conv_state.contiguous(), weights.A_log, weights.dt_bias, conv_rows,
             produced.mixed, produced.z, produced.log_decay, produced.beta, eps, num_rows,
-            *hidden.stride(), *weights.projection.stride(), conv_rows.stride(0),
+            *scaled.stride(), *weights.projection.stride(), conv_rows.stride(0),
             H=size, C=channels, Z=gates, HEADS=heads, KERNEL=kernel,
             REORDERED=weights.row_order is not None, SMALL=PADDED_ROWS, BN=tile.block_n, BK=tile.block_k,
-            PRECISION="ieee" if hidden.dtype == torch.float32 else "tf32", **launch_options(tile, hidden),
+            PRECISION=precision_of(scaled), **squares_options(rows), **launch_options(tile, scaled),
         )  # fmt: skip
     return produced

@@ -11,30 +11,28 @@ one rounding at the end.
 import torch
 import torch.nn.functional as F
 
+from .residual_rows import ResidualRows
+from .residual_rows_reference import normalised, write_residual
 
-def norm_linear(rows: torch.Tensor, norm_scale: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+
+def norm_linear(rows: ResidualRows, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """As `linear.norm_linear`."""
-    normed = _normalised(rows, eps) * norm_scale
-    return F.linear(normed.to(rows.dtype), weight)
+    return F.linear(normalised(rows, eps), weight)
 
 
-def gated_norm_linear(rows, gate, norm_weight, weight, residual, eps, counters=None, output=None) -> torch.Tensor:
+def gated_norm_linear(rows, gate, norm_weight, weight, residual, output, eps, counters=None) -> ResidualRows:
     """As `linear.gated_norm_linear`; needs no counters."""
-    normed = norm_weight * _normalised(rows, eps).to(rows.dtype)
-    mixed = (normed * F.silu(gate.float())).to(rows.dtype)
-    result = _add_projection(residual, mixed.flatten(1), weight)
-    return result if output is None else output.copy_(result)
-
-
-def gated_linear(rows, gate, weight, residual, counters=None) -> torch.Tensor:
-    """As `linear.gated_linear`; needs no counters."""
-    return _add_projection(residual, (rows * torch.sigmoid(gate)).flatten(1), weight)
-
-
-def _normalised(rows: torch.Tensor, eps: float) -> torch.Tensor:
     wide = rows.float()
-    return wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    normed = norm_weight * (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)).to(rows.dtype)
+    mixed = (normed * F.silu(gate.float())).to(rows.dtype)
+    return add_projection(residual, mixed.flatten(1), weight, output)
 
 
-def _add_projection(residual: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return (residual.float() + F.linear(rows.float(), weight.float())).to(rows.dtype)
+def gated_linear(rows, gate, weight, residual, output, counters=None) -> ResidualRows:
+    """As `linear.gated_linear`; needs no counters."""
+    return add_projection(residual, (rows * torch.sigmoid(gate)).flatten(1), weight, output)
+
+
+def add_projection(residual: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, output: ResidualRows):
+    """r + W x, into `output`."""
+    return write_residual((residual.float() + F.linear(rows.float(), weight.float())).to(rows.dtype), output)

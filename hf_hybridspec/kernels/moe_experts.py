@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from .dispatch import implementation
-
-MAX_ROWS = 16
+from .linear import check_weight
+from .residual_rows import MAX_ROWS, ResidualRows, check_residual, check_room
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,7 @@ class ActivatedRows:
 
 
 def route_rows(
-    rows: torch.Tensor,
-    norm_scale: torch.Tensor,
+    rows: ResidualRows,
     weight: torch.Tensor,
     top_k: int,
     eps: float,
@@ -95,9 +94,8 @@ def route_rows(
     """RMSNorm, router, softmax, top-k and the list of distinct experts, in one launch.
 
     Args:
-        rows: `[n, H]` fp32, bf16 or fp16, the residual stream, 1 <= n <= 16.
-        norm_scale: `[H]` fp32.
-        weight: `[E + 1, H]`, the router's rows and, last, the shared expert's gate.
+        rows: of n rows and H columns.
+        weight: `[E + 1, H]` in the dtype of the rows, the router's rows and, last, the shared expert's gate.
         top_k: experts of a row.
         counters: one int32 zero, zero again afterwards. None: made here, which a captured graph should not do.
         routed: from `RoutedRows.empty` with n rows or more, written to and returned as the views of n rows, as when
@@ -106,17 +104,13 @@ def route_rows(
     Raises:
         ValueError: a shape or dtype differs from the above.
     """
-    _check_rows(rows)
-    if weight.dim() != 2 or weight.shape[1] != rows.shape[1] or weight.dtype != rows.dtype:
-        raise ValueError(
-            f"weight must be [E + 1, {rows.shape[1]}] of {rows.dtype}, got {weight.dtype} {tuple(weight.shape)}."
-        )
+    check_residual("rows", rows)
+    check_weight("weight", weight, rows.shape[1], rows.values.dtype)
     if not 1 <= top_k < weight.shape[0]:
         raise ValueError(f"top_k must be in [1, {weight.shape[0] - 1}], the number of experts, got {top_k}.")
-    _check_shape("norm_scale", norm_scale, (rows.shape[1],))
     num_rows, num_experts = rows.shape[0], weight.shape[0] - 1
     if routed is None:
-        routed = RoutedRows.empty(rows, top_k, num_experts)
+        routed = RoutedRows.empty(rows.values, top_k, num_experts)
     elif routed.top_k_index.shape[0] < num_rows or routed.top_k_index.shape[1] != top_k:
         raise ValueError(
             f"routed must hold [{num_rows}, {top_k}] choices or more rows, got {tuple(routed.top_k_index.shape)}."
@@ -125,25 +119,23 @@ def route_rows(
     by_row = (routed.top_k_index, routed.top_k_weights, routed.shared_gate)
     by_place = (field[:places] for field in (routed.expert_ids, routed.slots))
     routed = RoutedRows(*(field[:num_rows] for field in by_row), *by_place, routed.num_distinct)
-    kernels = implementation("moe_experts", rows.device)
-    kernels.route_rows(rows, norm_scale, weight, top_k, eps, counters, routed)
+    kernels = implementation("moe_experts", weight.device)
+    kernels.route_rows(rows, weight, top_k, eps, counters, routed)
     return routed
 
 
-def expert_gate_up(
-    rows: torch.Tensor, norm_scale: torch.Tensor, routed: RoutedRows, weights: ExpertWeights, eps: float
-) -> ActivatedRows:
+def expert_gate_up(rows: ResidualRows, routed: RoutedRows, weights: ExpertWeights, eps: float) -> ActivatedRows:
     """RMSNorm, gate and up projections and SwiGLU of every selected expert.
 
     Args:
-        rows: `[n, H]`, as given to `route_rows`.
+        rows: as given to `route_rows`, or the first of them with a routing of as many.
 
     Raises:
         ValueError: a shape or dtype differs from the above.
     """
-    _check_rows(rows)
-    _check_weights(rows, weights)
-    return implementation("moe_experts", rows.device).expert_gate_up(rows, norm_scale, routed, weights, eps)
+    check_residual("rows", rows)
+    _check_weights(rows.values, weights)
+    return implementation("moe_experts", rows.values.device).expert_gate_up(rows, routed, weights, eps)
 
 
 def expert_down(
@@ -151,28 +143,28 @@ def expert_down(
     routed: RoutedRows,
     weights: ExpertWeights,
     residual: torch.Tensor,
+    output: ResidualRows,
     counters: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> ResidualRows:
     """Down projections, weighted and added to the residual in the order of each row's top-k, the shared expert last.
 
     Args:
-        residual: `[n, H]`.
+        residual: `[n, H]`, 1 <= n <= 16.
+        output: room for n rows of H columns, whose `norm_scale` is that of the norm that follows; written to.
         counters: int32 zeros, at least one per 16 columns of H, zero again afterwards; as for `route_rows`.
 
     Returns:
-        `[n, H]` in the dtype of `residual`.
+        `output`, with as many parts as were written.
 
     Raises:
         ValueError: a shape or dtype differs from the above.
     """
-    _check_rows(residual)
+    if residual.dim() != 2 or not 1 <= residual.shape[0] <= MAX_ROWS:
+        raise ValueError(f"residual must be [n, H] with 1 <= n <= {MAX_ROWS}, got {tuple(residual.shape)}.")
     _check_weights(residual, weights)
-    return implementation("moe_experts", residual.device).expert_down(activated, routed, weights, residual, counters)
-
-
-def _check_rows(rows: torch.Tensor) -> None:
-    if rows.dim() != 2 or not 1 <= rows.shape[0] <= MAX_ROWS:
-        raise ValueError(f"rows must be [n, H] with 1 <= n <= {MAX_ROWS}, got {tuple(rows.shape)}.")
+    check_room(output, tuple(residual.shape), residual.dtype)
+    kernels = implementation("moe_experts", residual.device)
+    return kernels.expert_down(activated, routed, weights, residual, output, counters)
 
 
 def _check_weights(rows: torch.Tensor, weights: ExpertWeights) -> None:

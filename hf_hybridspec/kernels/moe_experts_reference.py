@@ -10,14 +10,16 @@ import torch
 import torch.nn.functional as F
 
 from .moe_experts import ActivatedRows, ExpertWeights, RoutedRows
+from .residual_rows import ResidualRows
+from .residual_rows_reference import normalised, write_residual
 
 
-def route_rows(rows, norm_scale, weight, top_k, eps, counters, routed: RoutedRows) -> None:
+def route_rows(rows: ResidualRows, weight, top_k, eps, counters, routed: RoutedRows) -> None:
     """As `moe_experts.route_rows`, into `routed`; needs no counters."""
-    logits = F.linear(_normalised(rows, norm_scale, eps), weight)
+    logits = F.linear(normalised(rows, eps), weight)
     num_experts = weight.shape[0] - 1
     top_probs, top_k_index = logits[:, :num_experts].softmax(dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
-    top_k_weights = (top_probs / top_probs.sum(dim=-1, keepdim=True)).to(rows.dtype).float()
+    top_k_weights = (top_probs / top_probs.sum(dim=-1, keepdim=True)).to(logits.dtype).float()
     expert_ids = torch.unique(top_k_index)
     # [distinct, rows, k]: at most one position of a row holds an expert.
     holds = top_k_index[None] == expert_ids[:, None, None]
@@ -31,17 +33,18 @@ def route_rows(rows, norm_scale, weight, top_k, eps, counters, routed: RoutedRow
     routed.num_distinct.fill_(distinct)
 
 
-def expert_gate_up(rows, norm_scale, routed: RoutedRows, weights: ExpertWeights, eps) -> ActivatedRows:
+def expert_gate_up(rows: ResidualRows, routed: RoutedRows, weights: ExpertWeights, eps) -> ActivatedRows:
     """As `moe_experts.expert_gate_up`."""
-    normed = _normalised(rows, norm_scale, eps)
-    inner = weights.down.shape[2]
-    activated = rows.new_zeros(*routed.top_k_index.shape, inner)
+    normed, inner = normalised(rows, eps), weights.down.shape[2]
+    activated = normed.new_zeros(*routed.top_k_index.shape, inner)
     for expert, members, slots in _by_expert(routed):
         activated[members, slots] = _swiglu(F.linear(normed[members], weights.gate_up[expert]))
     return ActivatedRows(activated, _swiglu(F.linear(normed, weights.shared_gate_up)))
 
 
-def expert_down(activated: ActivatedRows, routed: RoutedRows, weights: ExpertWeights, residual, counters=None):
+def expert_down(
+    activated: ActivatedRows, routed: RoutedRows, weights: ExpertWeights, residual, output: ResidualRows, counters=None
+) -> ResidualRows:
     """As `moe_experts.expert_down`; needs no counters."""
     num_rows, top_k = routed.top_k_index.shape
     outputs = residual.new_zeros(num_rows, top_k, residual.shape[1], dtype=torch.float32)
@@ -51,7 +54,7 @@ def expert_down(activated: ActivatedRows, routed: RoutedRows, weights: ExpertWei
     for slot in range(top_k):
         total = total + routed.top_k_weights[:, slot, None] * outputs[:, slot]
     shared = F.linear(activated.shared.float(), weights.shared_down.float())
-    return (total + routed.shared_gate[:, None] * shared).to(residual.dtype)
+    return write_residual((total + routed.shared_gate[:, None] * shared).to(residual.dtype), output)
 
 
 def _by_expert(routed: RoutedRows):
@@ -65,8 +68,3 @@ def _by_expert(routed: RoutedRows):
 def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
-
-
-def _normalised(rows: torch.Tensor, norm_scale: torch.Tensor, eps: float) -> torch.Tensor:
-    wide = rows.float()
-    return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * norm_scale).to(rows.dtype)

@@ -12,28 +12,30 @@ import triton
 import triton.language as tl
 
 from .common_triton import launch_device, launch_options, let_next_start, prefetch_rows, wait_for_previous
-from .linear_triton import NORM, PADDED_ROWS, load_tile, multiply_add, prepare_rows
+from .dense_mlp_triton import swiglu
+from .linear_triton import PADDED_ROWS, load_tile, multiply_add, precision_of
 from .moe_experts import ActivatedRows, ExpertWeights, RoutedRows
+from .residual_rows import ResidualRows
+from .residual_rows_triton import inverse_rms, load_squares, squares_options, store_residual
 from .tiles import tile_of
 
 
 @triton.jit
 def _choose_experts(
     partial, squares, top_k_index, top_k_weights, shared_gate, expert_ids, slots, num_distinct, eps, num_rows,
-    E: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr, SMALL: tl.constexpr,
-    SPLITS: tl.constexpr, ROUNDED: tl.constexpr,
+    E: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr,
+    BE: tl.constexpr, ROWS: tl.constexpr, SMALL: tl.constexpr, SPLITS: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """From the partial sums of the first ROWS rows to their top-k and to the list of distinct experts."""
     o_t, o_e = tl.arange(0, ROWS), tl.arange(0, BE)
     m_t, m_e = o_t < num_rows, o_e < E
+    b_squares = load_squares(squares, o_t, m_t, PARTS, PADDED, SMALL)
     b_logits, b_gate = tl.zeros([ROWS, BE], tl.float32), tl.zeros([ROWS], tl.float32)
-    b_squares = tl.zeros([ROWS], tl.float32)
     for i_other in range(SPLITS):
         p_logits = partial + (i_other * SMALL + o_t) * (E + 1)
         b_logits += tl.load(p_logits[:, None] + o_e[None, :], mask=m_e[None, :], other=0.0, cache_modifier=".cg")
         b_gate += tl.load(p_logits + E, cache_modifier=".cg")
-        b_squares += tl.load(squares + i_other * SMALL + o_t, cache_modifier=".cg")
-    b_rstd = tl.rsqrt(b_squares / H + eps)
+    b_rstd = inverse_rms(b_squares, eps, H)
     b_gate = (b_gate * b_rstd).to(ROUNDED).to(tl.float32)
     tl.store(shared_gate + o_t, tl.sigmoid(b_gate).to(ROUNDED).to(tl.float32), mask=m_t)
 
@@ -63,10 +65,11 @@ def _choose_experts(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _router_kernel(
-    rows, scale, weight, partial, squares, counters,
+    rows, squares, weight, partial, counters,
     top_k_index, top_k_weights, shared_gate, expert_ids, slots, num_distinct, eps, num_rows,
     stride_xn, stride_xk, stride_wn, stride_wk,
-    E: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr,
+    E: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr,
+    BE: tl.constexpr, ROWS: tl.constexpr,
     SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +77,6 @@ def _router_kernel(
     o_r, o_n = tl.arange(0, SMALL), i_n * BN + tl.arange(0, BN)
     m_r, m_n = o_r < num_rows, o_n < E + 1
     b_sum = tl.zeros([SMALL, BN], tl.float32)
-    b_squares = tl.zeros([SMALL], tl.float32)
     STEPS: tl.constexpr = (H + BK * SPLITS - 1) // (BK * SPLITS)
     prefetch_rows(weight, o_n, i_s * STEPS * BK, stride_wn, stride_wk, E + 1, H, PREFETCH, OVERLAPS)
     wait_for_previous(OVERLAPS)
@@ -83,26 +85,22 @@ def _router_kernel(
         m_k = o_k < H
         b_weight = load_tile(weight, o_n, o_k, stride_wn, stride_wk, m_n, m_k)
         b_rows = load_tile(rows, o_r, o_k, stride_xn, stride_xk, m_r, m_k)
-        b_scale = tl.load(scale + o_k, mask=m_k, other=0.0)
-        b_rows, b_squares = prepare_rows(b_rows, b_rows, b_scale, b_squares, eps, NORM, BK)
         b_sum = multiply_add(b_rows, b_weight, b_sum, PRECISION)
     let_next_start(OVERLAPS)
     tl.store(partial + (i_s * SMALL + o_r[:, None]) * (E + 1) + o_n[None, :], b_sum, mask=m_n[None, :])
-    if i_n == 0:
-        tl.store(squares + i_s * SMALL + o_r, b_squares)
     tl.debug_barrier()
     num_programs = tl.num_programs(0) * SPLITS
     if tl.atomic_add(counters, 1, sem="acq_rel") == num_programs - 1:
         tl.store(counters, 0)
         _choose_experts(
             partial, squares, top_k_index, top_k_weights, shared_gate, expert_ids, slots, num_distinct, eps, num_rows,
-            E, H, TOP_K, BE, ROWS, SMALL, SPLITS, rows.dtype.element_ty,
+            E, H, PARTS, PADDED, TOP_K, BE, ROWS, SMALL, SPLITS, rows.dtype.element_ty,
         )  # fmt: skip
 
 
 @triton.jit
 def _swiglu_tile(
-    rows, scale, p_gate, p_out, o_out, m_r, o_n, eps, stride_xn, stride_xk, stride_wn, stride_wk,
+    rows, b_squares, p_gate, p_out, o_out, m_r, o_n, eps, stride_xn, stride_xk, stride_wn, stride_wk,
     H: tl.constexpr, SIZE: tl.constexpr, SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -110,31 +108,26 @@ def _swiglu_tile(
     o_r = tl.arange(0, SMALL)
     m_n = o_n < SIZE
     b_gate, b_up = tl.zeros([SMALL, BN], tl.float32), tl.zeros([SMALL, BN], tl.float32)
-    b_squares = tl.zeros([SMALL], tl.float32)
     for i_k in range(tl.cdiv(H, BK)):
         o_k = i_k * BK + tl.arange(0, BK)
         m_k = o_k < H
         b_gate_weight = load_tile(p_gate, o_n, o_k, stride_wn, stride_wk, m_n, m_k)
         b_up_weight = load_tile(p_gate, SIZE + o_n, o_k, stride_wn, stride_wk, m_n, m_k)
         b_rows = load_tile(rows, o_r, o_k, stride_xn, stride_xk, m_r, m_k)
-        b_scale = tl.load(scale + o_k, mask=m_k, other=0.0)
-        b_rows, b_squares = prepare_rows(b_rows, b_rows, b_scale, b_squares, eps, NORM, BK)
         b_gate = multiply_add(b_rows, b_gate_weight, b_gate, PRECISION)
         b_up = multiply_add(b_rows, b_up_weight, b_up, PRECISION)
     let_next_start(OVERLAPS)
-    b_rstd = tl.rsqrt(b_squares / H + eps)[:, None]
-    b_gate = (b_gate * b_rstd).to(rows.dtype.element_ty).to(tl.float32)
-    b_up = (b_up * b_rstd).to(rows.dtype.element_ty)
-    b_out = (b_gate * tl.sigmoid(b_gate)).to(rows.dtype.element_ty) * b_up
+    b_rstd = inverse_rms(b_squares, eps, H)[:, None]
+    b_out = swiglu(b_gate * b_rstd, b_up * b_rstd, rows.dtype.element_ty)
     tl.store(p_out + o_out[:, None] * SIZE + o_n[None, :], b_out, mask=m_r[:, None] & m_n[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gate_up_kernel(
-    rows, scale, expert_ids, slots, num_distinct, gate_up, shared_gate_up, routed_out, shared_out, eps,
+    rows, squares, expert_ids, slots, num_distinct, gate_up, shared_gate_up, routed_out, shared_out, eps,
     num_rows, stride_xn, stride_xk, stride_we, stride_wn, stride_wk, stride_sn, stride_sk,
-    H: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, TOP_K: tl.constexpr,
-    SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
+    TOP_K: tl.constexpr, SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     i_n, i_p = tl.program_id(0), tl.program_id(1)
@@ -143,10 +136,11 @@ def _gate_up_kernel(
     if i_p == 0:
         prefetch_rows(shared_gate_up, o_n, 0, stride_sn, stride_sk, 2 * SHARED, H, PREFETCH, OVERLAPS)
     wait_for_previous(OVERLAPS)
+    b_squares = load_squares(squares, o_r, m_r, PARTS, PADDED, SMALL)
     if i_p == 0:
         _swiglu_tile(
-            rows, scale, shared_gate_up, shared_out, o_r, m_r, o_n, eps, stride_xn, stride_xk, stride_sn, stride_sk,
-            H, SHARED, SMALL, BN, BK, PRECISION, OVERLAPS,
+            rows, b_squares, shared_gate_up, shared_out, o_r, m_r, o_n, eps, stride_xn, stride_xk,
+            stride_sn, stride_sk, H, SHARED, SMALL, BN, BK, PRECISION, OVERLAPS,
         )  # fmt: skip
     elif i_p <= tl.load(num_distinct):
         i_e = tl.load(expert_ids + i_p - 1).to(tl.int64)
@@ -154,7 +148,7 @@ def _gate_up_kernel(
         # The list may be of more rows than run here.
         if tl.max(b_slots, axis=0) >= 0:
             _swiglu_tile(
-                rows, scale, gate_up + i_e * stride_we, routed_out, o_r * TOP_K + b_slots, b_slots >= 0, o_n, eps,
+                rows, b_squares, gate_up + i_e * stride_we, routed_out, o_r * TOP_K + b_slots, b_slots >= 0, o_n, eps,
                 stride_xn, stride_xk, stride_wn, stride_wk, H, INNER, SMALL, BN, BK, PRECISION, OVERLAPS,
             )  # fmt: skip
 
@@ -183,7 +177,7 @@ def _down_tile(
 @triton.jit(do_not_specialize=["num_rows"])
 def _down_kernel(
     routed_in, shared_in, expert_ids, slots, num_distinct, top_k_weights, shared_gate, down, shared_down, residual,
-    partial, counters, output, num_rows,
+    partial, counters, next_scale, values, scaled, squares, num_rows,
     stride_we, stride_wn, stride_wk, stride_sn, stride_sk, stride_rn, stride_rk,
     H: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, TOP_K: tl.constexpr,
     SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
@@ -220,65 +214,62 @@ def _down_kernel(
             b_total = load_tile(residual, o_r, o_n, stride_rn, stride_rk, m_r, m_n).to(tl.float32)
             for slot in tl.static_range(TOP_K + 1):
                 b_total += load_tile(partial + slot * H, o_first, o_n, H, 1, m_r, m_n)
-            p_total = output + o_r[:, None] * H + o_n[None, :]
-            tl.store(p_total, b_total.to(output.dtype.element_ty), mask=m_r[:, None] & m_n[None, :])
+            store_residual(b_total, values, next_scale, scaled, squares, i_n, o_r, o_n, m_r, m_n, H, SMALL)
 
 
-def route_rows(rows, norm_scale, weight, top_k, eps, counters, routed: RoutedRows) -> None:
+def route_rows(rows: ResidualRows, weight, top_k, eps, counters, routed: RoutedRows) -> None:
     """As `moe_experts.route_rows`, into `routed`."""
     (num_rows, hidden), num_experts, tile = rows.shape, weight.shape[0] - 1, tile_of("router")
-    partial = rows.new_empty(tile.splits, PADDED_ROWS, num_experts + 1, dtype=torch.float32)
-    squares = rows.new_empty(tile.splits, PADDED_ROWS, dtype=torch.float32)
+    partial = weight.new_empty(tile.splits, PADDED_ROWS, num_experts + 1, dtype=torch.float32)
     if counters is None:
-        counters = torch.zeros(1, dtype=torch.int32, device=rows.device)
-    with launch_device(rows):
+        counters = torch.zeros(1, dtype=torch.int32, device=weight.device)
+    with launch_device(weight):
         _router_kernel[(triton.cdiv(num_experts + 1, tile.block_n), tile.splits)](
-            rows, norm_scale, weight, partial, squares, counters,
+            rows.scaled, rows.squares, weight, partial, counters,
             routed.top_k_index, routed.top_k_weights, routed.shared_gate, routed.expert_ids, routed.slots,
-            routed.num_distinct, eps, num_rows, *rows.stride(), *weight.stride(),
+            routed.num_distinct, eps, num_rows, *rows.scaled.stride(), *weight.stride(),
             E=num_experts, H=hidden, TOP_K=top_k, BE=triton.next_power_of_2(num_experts),
             ROWS=triton.next_power_of_2(num_rows), SMALL=PADDED_ROWS,
-            BN=tile.block_n, BK=tile.block_k, SPLITS=tile.splits, PRECISION=_precision(rows),
-            **launch_options(tile, rows),
+            BN=tile.block_n, BK=tile.block_k, SPLITS=tile.splits, PRECISION=precision_of(weight),
+            **squares_options(rows), **launch_options(tile, weight),
         )  # fmt: skip
 
 
-def expert_gate_up(rows, norm_scale, routed: RoutedRows, weights: ExpertWeights, eps) -> ActivatedRows:
+def expert_gate_up(rows: ResidualRows, routed: RoutedRows, weights: ExpertWeights, eps) -> ActivatedRows:
     """As `moe_experts.expert_gate_up`."""
     tile, (num_rows, top_k) = tile_of("expert_gate_up"), routed.top_k_index.shape
     inner, shared = weights.down.shape[2], weights.shared_down.shape[1]
-    activated = ActivatedRows(rows.new_empty(num_rows, top_k, inner), rows.new_empty(num_rows, shared))
-    with launch_device(rows):
+    scaled = rows.scaled
+    activated = ActivatedRows(scaled.new_empty(num_rows, top_k, inner), scaled.new_empty(num_rows, shared))
+    with launch_device(scaled):
         _gate_up_kernel[(triton.cdiv(max(inner, shared), tile.block_n), routed.expert_ids.shape[0] + 1)](
-            rows, norm_scale, routed.expert_ids, routed.slots, routed.num_distinct,
+            scaled, rows.squares, routed.expert_ids, routed.slots, routed.num_distinct,
             weights.gate_up, weights.shared_gate_up, activated.routed, activated.shared, eps,
-            num_rows, *rows.stride(), *weights.gate_up.stride(), *weights.shared_gate_up.stride(),
-            H=rows.shape[1], INNER=inner, SHARED=shared, TOP_K=top_k, SMALL=PADDED_ROWS,
-            BN=tile.block_n, BK=tile.block_k, PRECISION=_precision(rows), **launch_options(tile, rows),
+            num_rows, *scaled.stride(), *weights.gate_up.stride(), *weights.shared_gate_up.stride(),
+            H=scaled.shape[1], INNER=inner, SHARED=shared, TOP_K=top_k, SMALL=PADDED_ROWS,
+            BN=tile.block_n, BK=tile.block_k, PRECISION=precision_of(scaled),
+            **squares_options(rows), **launch_options(tile, scaled),
         )  # fmt: skip
     return activated
 
 
-def expert_down(activated: ActivatedRows, routed: RoutedRows, weights: ExpertWeights, residual, counters=None):
+def expert_down(
+    activated: ActivatedRows, routed: RoutedRows, weights: ExpertWeights, residual, output: ResidualRows, counters=None
+) -> ResidualRows:
     """As `moe_experts.expert_down`."""
     tile, (num_rows, top_k) = tile_of("expert_down"), routed.top_k_index.shape
     hidden, inner, shared = residual.shape[1], weights.down.shape[2], weights.shared_down.shape[1]
     num_tiles = triton.cdiv(hidden, tile.block_n)
     partial = residual.new_empty(num_rows, top_k + 1, hidden, dtype=torch.float32)
-    output = torch.empty_like(residual, memory_format=torch.contiguous_format)
     if counters is None:
         counters = torch.zeros(num_tiles, dtype=torch.int32, device=residual.device)
     with launch_device(residual):
         _down_kernel[(num_tiles, routed.expert_ids.shape[0] + 1)](
             activated.routed, activated.shared, routed.expert_ids, routed.slots, routed.num_distinct,
             routed.top_k_weights, routed.shared_gate, weights.down, weights.shared_down, residual,
-            partial, counters, output, num_rows,
+            partial, counters, output.norm_scale, output.values, output.scaled, output.squares, num_rows,
             *weights.down.stride(), *weights.shared_down.stride(), *residual.stride(),
             H=hidden, INNER=inner, SHARED=shared, TOP_K=top_k, SMALL=PADDED_ROWS,
-            BN=tile.block_n, BK=tile.block_k, PRECISION=_precision(residual), **launch_options(tile, residual),
+            BN=tile.block_n, BK=tile.block_k, PRECISION=precision_of(residual), **launch_options(tile, residual),
         )  # fmt: skip
-    return output
-
-
-def _precision(rows: torch.Tensor) -> str:
-    return "ieee" if rows.dtype == torch.float32 else "tf32"
+    return output.of_parts(num_tiles)

@@ -16,12 +16,14 @@ from ..kernels.context_inputs import context_inputs
 from ..kernels.dense_mlp import dense_down, dense_gate_up
 from ..kernels.draft_choice import MarkovWeights, ProposalRules, choose_tokens
 from ..kernels.linear import norm_linear
+from ..kernels.residual_rows import ResidualRows, residual_rows
 from .draft import Draft
 from .draft_context import DraftContext
 from .drafter import Drafter
 from .drafter_config import AttentionSpan
 from .drafter_layers import DrafterLayer, KeyValues
 from .dspark.markov_head import MarkovHead
+from .fused_weights import joined
 
 FUSED_FAMILIES = ("dflash", "dspark", "ready")
 # Others compute their frequencies from the length, on the CPU.
@@ -143,14 +145,18 @@ class FusedDrafter:
         hidden = self.drafter.target.embedding.weight.index_select(0, self._token_ids)
         if config.input_embedding_scale != 1.0:
             hidden = hidden * config.input_embedding_scale
+        hidden = residual_rows(hidden, self.layers[0].input_scale)
         cos, sin = self._rotation(rows)
         states = self.drafter.gather_states(recurrent_states)
-        for layer in self.layers:
-            hidden = self._layer(layer, hidden, cos, sin, states)
-        hidden = hidden[self.drafter.alignment.first_draft_row :]
-        logits = norm_linear(hidden, self._final_scale, self._head, config.rms_norm_eps)
+        next_scales = [*(layer.input_scale for layer in self.layers[1:]), self._final_scale]
+        for layer, next_scale in zip(self.layers, next_scales, strict=True):
+            hidden = self._layer(layer, hidden, cos, sin, states, next_scale)
+        hidden = hidden.between(self.drafter.alignment.first_draft_row, rows)
+        logits = norm_linear(hidden, self._head, config.rms_norm_eps)
         choice = choose_tokens(logits, anchor, self._rules, self._markov, self._counters)
-        return Draft(choice.tokens, choice.confidence, choice.entropy, self._acceptance(hidden, anchor, choice.tokens))
+        return Draft(
+            choice.tokens, choice.confidence, choice.entropy, self._acceptance(hidden.values, anchor, choice.tokens)
+        )
 
     @torch.no_grad()
     def observe(self, features: Tensor, commit_length: Tensor) -> None:
@@ -161,9 +167,12 @@ class FusedDrafter:
             commit_length: `[1]` int32, how many of them were committed; the others leave nothing behind.
         """
         rows = features.shape[0]
-        fused = dense_down(features.to(self._zeros.dtype), self.drafter.fc.weight, self._zeros[:rows], self._counters)
+        fused = dense_down(
+            features.to(self._zeros.dtype), self.drafter.fc.weight, self._zeros[:rows],
+            self._room(rows, self._context_scale), self._counters,
+        )  # fmt: skip
         context_inputs(
-            fused, self._context_scale, self._context_weights, self._context_key_scales,
+            fused, self._context_weights, self._context_key_scales,
             *self._rotation(rows), *self._caches, self.committed, self.drafter.config.rms_norm_eps,
         )  # fmt: skip
         self.committed.add_(commit_length)
@@ -173,22 +182,35 @@ class FusedDrafter:
         """cos and sin `[rows, head_dim]` of the positions after the context."""
         return self._rotations.index_select(0, self._steps[:rows] + self._position).chunk(2, dim=1)
 
-    def _layer(self, layer: FusedLayer, hidden: Tensor, cos: Tensor, sin: Tensor, states: Tensor | None) -> Tensor:
-        eps, span = self.drafter.config.rms_norm_eps, layer.span
+    def _room(self, num_rows: int, norm_scale: Tensor) -> ResidualRows:
+        return ResidualRows.empty(num_rows, norm_scale, self._zeros.dtype)
+
+    def _layer(
+        self,
+        layer: FusedLayer,
+        hidden: ResidualRows,
+        cos: Tensor,
+        sin: Tensor,
+        states: Tensor | None,
+        next_scale: Tensor,
+    ) -> ResidualRows:
+        """One layer, whose rows the norm with `next_scale` follows."""
+        eps, span, rows = self.drafter.config.rms_norm_eps, layer.span, hidden.shape[0]
         reader = getattr(layer.module, "state_reader", None)
         if reader is not None and not layer.module.reads_after_attention:
-            hidden = reader(hidden[None], states, hidden.shape[0])[0]
-        projected = norm_linear(hidden, layer.input_scale, layer.projection, eps)
+            hidden = residual_rows(reader(hidden.values[None], states, rows)[0], layer.input_scale)
+        projected = norm_linear(hidden, layer.projection, eps)
         inputs = attention_inputs(projected, layer.norms, cos, sin, layer.keys, layer.values, self.committed, eps)
         attended = block_attention(
             inputs.query, layer.keys, layer.values, self.committed, inputs.query.shape[2] ** -0.5,
             span.causal, span.window, span.window_from_anchor,
         )  # fmt: skip
-        hidden = dense_down(attended.flatten(1), layer.output, hidden, self._counters)
+        room = self._room(rows, layer.mlp_scale)
+        hidden = dense_down(attended.flatten(1), layer.output, hidden.values, room, self._counters)
         if reader is not None and layer.module.reads_after_attention:
-            hidden = reader(hidden[None], states, hidden.shape[0])[0]
-        activated = dense_gate_up(hidden, layer.mlp_scale, layer.gate_up, eps)
-        return dense_down(activated, layer.down, hidden, self._counters)
+            hidden = residual_rows(reader(hidden.values[None], states, rows)[0], layer.mlp_scale)
+        activated = dense_gate_up(hidden, layer.gate_up, eps)
+        return dense_down(activated, layer.down, hidden.values, self._room(rows, next_scale), self._counters)
 
     def _acceptance(self, hidden: Tensor, anchor: Tensor, tokens: Tensor) -> Tensor | None:
         """The confidence head's estimates `[D]`, None without one."""
@@ -244,7 +266,7 @@ def _joined_projections(drafter: Drafter) -> Tensor:
     """`[L, (Hq + 2 KVH) head_dim, H]`, q|k|v of every layer."""
     attentions = [layer.self_attn for layer in drafter.layers]
     weights = [linear.weight for module in attentions for linear in (module.q_proj, module.k_proj, module.v_proj)]
-    return _joined(*weights).unflatten(0, (len(attentions), -1))
+    return joined(*weights).unflatten(0, (len(attentions), -1))
 
 
 def _fuse(layer: DrafterLayer, span: AttentionSpan, projection: Tensor, keys: Tensor, values: Tensor) -> FusedLayer:
@@ -255,30 +277,10 @@ def _fuse(layer: DrafterLayer, span: AttentionSpan, projection: Tensor, keys: Te
         norms=HeadNorms(attention.q_norm.weight.float(), attention.k_norm.weight.float(), is_gated=False),
         output=attention.o_proj.weight,
         mlp_scale=layer.post_attention_layernorm.weight.float(),
-        gate_up=_joined(mlp.gate_proj.weight, mlp.up_proj.weight),
+        gate_up=joined(mlp.gate_proj.weight, mlp.up_proj.weight),
         down=mlp.down_proj.weight,
         span=span,
         keys=keys,
         values=values,
         module=layer,
     )
-
-
-def _joined(*weights: nn.Parameter) -> Tensor:
-    """`[sum of N, K]`, of which the weights `[N, K]` become parts; those that are parts of one already stay."""
-    rows = [0]
-    for weight in weights:
-        rows.append(rows[-1] + weight.shape[0])
-    first, size = weights[0].data, weights[0].shape[1]
-    parts = [first.storage_offset() + start * size for start in rows[:-1]]
-    if all(
-        weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        and weight.storage_offset() == part
-        and weight.is_contiguous()
-        for weight, part in zip(weights, parts, strict=True)
-    ):
-        return first.as_strided((rows[-1], size), (size, 1))
-    joined = torch.cat([weight.data for weight in weights])
-    for weight, start, stop in zip(weights, rows[:-1], rows[1:], strict=True):
-        weight.data = joined[start:stop]
-    return joined

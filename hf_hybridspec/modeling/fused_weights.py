@@ -19,8 +19,9 @@ from .target import text_config, text_model
 
 @dataclass(frozen=True)
 class GatedDeltaWeights:
-    """A GDN layer: norm and projections in `producer`, head sizes, output norm `[V]`, output `[H, HV * V]`."""
+    """A GDN layer: norm scale fp32 `[H]`, input projections, head sizes, output norm `[V]`, output `[H, HV * V]`."""
 
+    norm_scale: Tensor
     producer: ProducerWeights
     num_k_heads: int
     k_dim: int
@@ -163,7 +164,6 @@ def _gated_delta(mixer: nn.Module, scale: Tensor) -> GatedDeltaWeights:
         names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
         projection, order = joined(*(getattr(mixer, name).weight for name in names)), None
     producer = ProducerWeights(
-        norm_scale=scale,
         projection=projection,
         conv_weight=mixer.conv1d.weight.squeeze(1),
         A_log=mixer.A_log,
@@ -171,7 +171,13 @@ def _gated_delta(mixer: nn.Module, scale: Tensor) -> GatedDeltaWeights:
         row_order=order,
     )
     return GatedDeltaWeights(
-        producer, mixer.num_k_heads, mixer.head_k_dim, mixer.head_v_dim, mixer.norm.weight, mixer.out_proj.weight
+        norm_scale=scale,
+        producer=producer,
+        num_k_heads=mixer.num_k_heads,
+        k_dim=mixer.head_k_dim,
+        v_dim=mixer.head_v_dim,
+        norm_weight=mixer.norm.weight,
+        output=mixer.out_proj.weight,
     )
 
 

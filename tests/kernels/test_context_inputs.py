@@ -5,6 +5,7 @@ import torch
 
 from hf_hybridspec.kernels.context_inputs import context_inputs
 from hf_hybridspec.kernels.dispatch import use_kernels
+from hf_hybridspec.kernels.residual_rows import residual_rows
 from tests.modeling.drafter_helpers import HIDDEN, make_drafter
 
 EPS = 1e-6
@@ -25,14 +26,15 @@ def _call(num_rows, layers, heads, size, hidden, device="cpu", dtype=torch.float
     rotation = random(16, 2 * size)[:num_rows].chunk(2, dim=1)
     rows = random(16, hidden)[:num_rows]
     committed = torch.tensor([9], dtype=torch.int32, device=device)
-    return rows, 1 + 0.3 * random(hidden).float(), weights, scales, *rotation, *caches, committed
+    rows = residual_rows(rows, 1 + 0.3 * random(hidden).float())
+    return rows, weights, scales, *rotation, *caches, committed
 
 
 def _written(kind, *sizes):
-    arguments = _call(*sizes)
     with use_kernels(kind):
+        arguments = _call(*sizes)
         context_inputs(*arguments, EPS)
-    return arguments[6:8]
+    return arguments[5:7]
 
 
 def test_reference_is_the_drafters_projection():
@@ -47,8 +49,8 @@ def test_reference_is_the_drafters_projection():
     committed = torch.tensor([9], dtype=torch.int32)
     with torch.no_grad(), use_kernels("reference"):
         context_inputs(
-            fused, drafter.hidden_norm.weight, weights, scales, rotation.cos[0, 0], rotation.sin[0, 0], keys, values,
-            committed, EPS,
+            residual_rows(fused, drafter.hidden_norm.weight), weights, scales, rotation.cos[0, 0], rotation.sin[0, 0],
+            keys, values, committed, EPS,
         )  # fmt: skip
         for module, key, value in zip(attentions, keys, values, strict=True):
             expected = module.keys_values(drafter.hidden_norm(fused)[None], rotation)
@@ -77,19 +79,17 @@ def test_triton_in_bf16_is_near_the_reference(layers, heads, size, hidden):
 
 
 def test_rows_beyond_the_cache_are_dropped(triton_device):
-    *arguments, committed = _call(5, 2, 2, 16, 48, triton_device)
-    committed.fill_(27)
     with use_kernels("triton"):
+        *arguments, committed = _call(5, 2, 2, 16, 48, triton_device)
+        committed.fill_(27)
         context_inputs(*arguments, committed, EPS)
-    keys = arguments[6]
+    keys = arguments[5]
     assert keys[:, :, 27:].abs().min() > 0 and not keys[:, :, :27].any()
 
 
 def test_errors_name_what_is_given_and_allowed():
     rows, *rest = _call(2, 2, 2, 16, 48)
-    with pytest.raises(ValueError, match="1 <= n <= 16"):
-        context_inputs(torch.zeros(17, 48), *rest, EPS)
     with pytest.raises(ValueError, match=r"weights must be \(2, 64, 48\)"):
-        context_inputs(rows, rest[0], rest[1][:, :-1], *rest[2:], EPS)
+        context_inputs(rows, rest[0][:, :-1], *rest[1:], EPS)
     with pytest.raises(ValueError, match="committed of int32"):
         context_inputs(rows, *rest[:-1], rest[-1].long(), EPS)

@@ -5,6 +5,7 @@ import torch
 
 from hf_hybridspec.kernels.dense_mlp import dense_down, dense_gate_up
 from hf_hybridspec.kernels.dispatch import use_kernels
+from hf_hybridspec.kernels.residual_rows import ResidualRows, residual_rows
 
 EPS = 1e-6
 # fp32 sums of a few hundred products in another order.
@@ -30,8 +31,9 @@ def _weights(num_rows: int, size: int, inner: int, device: str = "cpu", dtype: t
 def _run(kind: str, num_rows: int, size: int, inner: int, device: str = "cpu", dtype: torch.dtype = torch.float32):
     rows, scale, gate_up, down, residual = _weights(num_rows, size, inner, device, dtype)
     with use_kernels(kind):
-        activated = dense_gate_up(rows, scale, gate_up, EPS)
-        return activated, dense_down(activated, down, residual)
+        activated = dense_gate_up(residual_rows(rows, scale), gate_up, EPS)
+        output = dense_down(activated, down, residual, ResidualRows.empty(num_rows, scale, dtype))
+        return activated, output.values, output.scaled, output.squares[:, :num_rows].sum(0)
 
 
 def _expected(num_rows: int, size: int, inner: int, dtype: torch.dtype = torch.float32):
@@ -39,7 +41,8 @@ def _expected(num_rows: int, size: int, inner: int, dtype: torch.dtype = torch.f
     normed = rows / (rows.square().mean(-1, keepdim=True) + EPS).sqrt() * scale
     gate, up = normed @ gate_up[:inner].T, normed @ gate_up[inner:].T
     activated = gate * torch.sigmoid(gate) * up
-    return activated, residual + activated @ down.T
+    output = residual + activated @ down.T
+    return activated, output, output * scale, output.square().sum(-1)
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
@@ -68,22 +71,25 @@ def test_triton_in_bf16_is_near_the_formulas(size, inner):
 
 
 def test_counters_are_zero_again(triton_device):
-    rows, _, _, down, residual = _weights(3, 64, 64, triton_device)
+    rows, scale, _, down, residual = _weights(3, 64, 64, triton_device)
     counters = torch.zeros(4, dtype=torch.int32, device=triton_device)
+    rooms = [ResidualRows.empty(3, scale, torch.float32) for _ in range(2)]
     with use_kernels("triton"):
-        first = dense_down(rows, down, residual, counters)
+        first = dense_down(rows, down, residual, rooms[0], counters)
         assert not counters.any()
-        assert torch.equal(dense_down(rows, down, residual, counters), first)
+        assert torch.equal(dense_down(rows, down, residual, rooms[1], counters).values, first.values)
 
 
 def test_errors_name_what_is_given_and_allowed():
+    room = ResidualRows.empty(2, torch.ones(8), torch.float32)
+    rows = residual_rows(torch.zeros(2, 8), torch.ones(8))
     with pytest.raises(ValueError, match=r"1 <= n <= 16, got \(17, 8\)"):
-        dense_gate_up(torch.zeros(17, 8), torch.ones(8), torch.zeros(4, 8), EPS)
+        dense_down(torch.zeros(17, 8), torch.zeros(8, 8), torch.zeros(17, 8), room)
     with pytest.raises(ValueError, match="as many gate as up rows, got 5"):
-        dense_gate_up(torch.zeros(2, 8), torch.ones(8), torch.zeros(5, 8), EPS)
-    with pytest.raises(ValueError, match="norm_scale must be"):
-        dense_gate_up(torch.zeros(2, 8), torch.ones(6), torch.zeros(4, 8), EPS)
+        dense_gate_up(rows, torch.zeros(5, 8), EPS)
+    with pytest.raises(ValueError, match=r"gate_up_weight must be .* K = 8"):
+        dense_gate_up(rows, torch.zeros(4, 6), EPS)
     with pytest.raises(ValueError, match="K = 4"):
-        dense_down(torch.zeros(2, 4), torch.zeros(8, 6), torch.zeros(2, 8))
+        dense_down(torch.zeros(2, 4), torch.zeros(8, 6), torch.zeros(2, 8), room)
     with pytest.raises(ValueError, match="residual must be"):
-        dense_down(torch.zeros(2, 4), torch.zeros(8, 4), torch.zeros(2, 6))
+        dense_down(torch.zeros(2, 4), torch.zeros(8, 4), torch.zeros(2, 6), room)

@@ -7,6 +7,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeRMSNo
 
 from hf_hybridspec.kernels.dispatch import use_kernels
 from hf_hybridspec.kernels.moe_experts import ExpertWeights, RoutedRows, expert_down, expert_gate_up, route_rows
+from hf_hybridspec.kernels.residual_rows import ResidualRows, residual_rows
 
 EPS = 1e-6
 # fp32 sums of about a hundred products in another order.
@@ -32,10 +33,12 @@ def _block(num_rows, num_experts, top_k, hidden, inner, shared, device="cpu"):
 
 def _run(kind, block, top_k, counters=None):
     rows, scale, router, weights = block
+    room = ResidualRows.empty(rows.shape[0], scale, rows.dtype)
     with use_kernels(kind):
-        routed = route_rows(rows, scale, router, top_k, EPS, counters and counters[0])
-        activated = expert_gate_up(rows, scale, routed, weights, EPS)
-        return routed, activated, expert_down(activated, routed, weights, rows, counters and counters[1])
+        residual = residual_rows(rows, scale)
+        routed = route_rows(residual, router, top_k, EPS, counters and counters[0])
+        activated = expert_gate_up(residual, routed, weights, EPS)
+        return routed, activated, expert_down(activated, routed, weights, rows, room, counters and counters[1])
 
 
 def test_reference_is_the_host_block():
@@ -63,7 +66,7 @@ def test_reference_is_the_host_block():
         expected = rows + block(norm(rows)[None])[0]
         routed, _, output = _run("reference", (rows, 1 + norm.weight, router, weights), top_k=3)
         _, _, top_k_index = block.gate(norm(rows))
-    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(output.values, expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(routed.top_k_index, top_k_index.int())
     assert int(routed.num_distinct) == top_k_index.unique().numel()
 
@@ -97,7 +100,9 @@ def test_triton_equals_reference(shape, triton_device):
         (routed.shared_gate, expected.shared_gate),
         (activated.routed, expected_activated.routed),
         (activated.shared, expected_activated.shared),
-        (output, expected_output),
+        (output.values, expected_output.values),
+        (output.scaled, expected_output.scaled),
+        (output.squares[:, : shape[0]].sum(0), expected_output.squares[:, : shape[0]].sum(0)),
     ):
         torch.testing.assert_close(given, wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
@@ -109,7 +114,7 @@ def test_triton_rows_do_not_depend_on_the_other_rows(triton_device):
     _, _, many = _run("triton", (rows, scale, router, weights), 4)
     for row in (0, 9, 15):
         _, _, one = _run("triton", (rows[row : row + 1], scale, router, weights), 4)
-        assert torch.equal(many[row : row + 1], one)
+        assert torch.equal(many.values[row : row + 1], one.values)
 
 
 @pytest.mark.parametrize("kind", ["reference", "triton"])
@@ -119,16 +124,17 @@ def test_given_room_is_written_and_first_rows_run_alone(kind, triton_device):
     room = RoutedRows.empty(rows.new_empty(16, rows.shape[1]), 3, 12)
     room.slots.fill_(7)
     with use_kernels(kind):
-        routed = route_rows(rows, scale, router, 3, EPS, routed=room)
+        residual = residual_rows(rows, scale)
+        routed = route_rows(residual, router, 3, EPS, routed=room)
         assert routed.top_k_index.data_ptr() == room.top_k_index.data_ptr()
         _, _, expected = _run(kind, (rows[:3], scale, router, weights), 3)
         routed.slots[:, 3:], routed.top_k_index[3:], routed.top_k_weights[3:] = 10**6, -5, float("nan")
         routed = routed.first(3)
-        activated = expert_gate_up(rows[:3], scale, routed, weights, EPS)
-        actual = expert_down(activated, routed, weights, rows[:3])
-    torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
+        activated = expert_gate_up(residual.between(0, 3), routed, weights, EPS)
+        actual = expert_down(activated, routed, weights, rows[:3], ResidualRows.empty(3, scale, rows.dtype))
+    torch.testing.assert_close(actual.values, expected.values, atol=TOLERANCE, rtol=TOLERANCE)
     with pytest.raises(ValueError, match=r"routed must hold \[5, 3\]"):
-        route_rows(rows, scale, router, 3, EPS, routed=routed)
+        route_rows(residual, router, 3, EPS, routed=routed)
 
 
 def test_counters_are_zero_again(triton_device):
@@ -136,18 +142,20 @@ def test_counters_are_zero_again(triton_device):
     counters = [torch.zeros(size, dtype=torch.int32, device=triton_device) for size in (1, 4)]
     first = _run("triton", block, 3, counters)[2]
     assert not any(counter.any() for counter in counters)
-    assert torch.equal(_run("triton", block, 3, counters)[2], first)
+    assert torch.equal(_run("triton", block, 3, counters)[2].values, first.values)
 
 
 def test_errors_name_what_is_given_and_allowed():
     rows, scale, router, weights = _block(2, 8, 2, 48, 20, 40)
-    with pytest.raises(ValueError, match="1 <= n <= 16"):
-        route_rows(rows.repeat(9, 1), scale, router, 2, EPS)
+    residual = residual_rows(rows, scale)
     with pytest.raises(ValueError, match=r"top_k must be in \[1, 8\]"):
-        route_rows(rows, scale, router, 9, EPS)
+        route_rows(residual, router, 9, EPS)
     with pytest.raises(ValueError, match="weight must be"):
-        route_rows(rows, scale, router[:, :40], 2, EPS)
-    routed = route_rows(rows, scale, router, 2, EPS)
+        route_rows(residual, router[:, :40], 2, EPS)
+    routed = route_rows(residual, router, 2, EPS)
     wrong = ExpertWeights(weights.gate_up[:, :30], weights.down, weights.shared_gate_up, weights.shared_down)
     with pytest.raises(ValueError, match="gate_up must be"):
-        expert_gate_up(rows, scale, routed, wrong, EPS)
+        expert_gate_up(residual, routed, wrong, EPS)
+    activated = expert_gate_up(residual, routed, weights, EPS)
+    with pytest.raises(ValueError, match=r"output must be contiguous torch.float32 \(2, 48\)"):
+        expert_down(activated, routed, weights, rows, ResidualRows.empty(3, scale, torch.float32))

@@ -7,6 +7,7 @@ import torch
 
 from hf_hybridspec.kernels import linear
 from hf_hybridspec.kernels.dispatch import use_kernels
+from hf_hybridspec.kernels.residual_rows import ResidualRows
 from hf_hybridspec.kernels.tiles import TILES, Tile, tile_of, use_tiles
 
 
@@ -30,11 +31,15 @@ def test_parts_of_heads_and_splits_change_no_result(tile, triton_device):
     generator = torch.Generator().manual_seed(0)
     rows, gate = torch.randn(2, 5, 3, 48, generator=generator).to(triton_device)
     weight = torch.randn(50, 144, generator=generator).to(triton_device)
-    residual = torch.randn(5, 50, generator=generator).to(triton_device)
+    residual, scale = torch.randn(5, 50, generator=generator).to(triton_device), torch.ones(50, device=triton_device)
+    rooms = [ResidualRows.empty(5, scale, torch.float32) for _ in range(2)]
     with use_kernels("reference"):
-        expected = linear.gated_linear(rows, gate, weight, residual)
+        expected = linear.gated_linear(rows, gate, weight, residual, rooms[0])
     with use_kernels("triton"), use_tiles({"gated_linear": tile}):
-        torch.testing.assert_close(linear.gated_linear(rows, gate, weight, residual), expected, atol=1e-4, rtol=1e-4)
+        actual = linear.gated_linear(rows, gate, weight, residual, rooms[1])
+    torch.testing.assert_close(actual.values, expected.values, atol=1e-4, rtol=1e-4)
+    totals = [result.squares[:, :5].sum(0) for result in (actual, expected)]
+    torch.testing.assert_close(*totals, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.gpu
@@ -46,10 +51,13 @@ def test_kernels_that_overlap_give_the_same_bits(triton_device):
     weight = (torch.randn(256, 256, generator=generator) / 16).to(triton_device)
     counters = torch.zeros(16, dtype=torch.int32, device=triton_device)
 
+    scale = torch.ones(256, device=triton_device)
+
     def chain() -> torch.Tensor:
         hidden = rows.flatten(1)
         for _ in range(50):
-            hidden = linear.gated_linear(hidden.view_as(rows), rows, weight, hidden, counters)
+            room = ResidualRows.empty(3, scale, torch.float32)
+            hidden = linear.gated_linear(hidden.view_as(rows), rows, weight, hidden, room, counters).values
         return hidden
 
     tile = TILES["gated_linear"]
