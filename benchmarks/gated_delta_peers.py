@@ -12,12 +12,12 @@ several ways are open, the one that favours the peer is taken:
   place and for all layers in one launch, which its own function cannot.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 
 import torch
-import triton
 
 from benchmarks.gated_delta_layers import DEVICE, LayerRows, Shape
 from benchmarks.peer_kernels import PeerKernels
@@ -149,7 +149,7 @@ class Replay(SglangPeer):
     def __init__(self, *arguments, launch: dict[str, int] | None = None):
         super().__init__(*arguments)
         self.launch = launch or {}
-        self.length = max(16, triton.next_power_of_2(2 * self.rows))
+        self.length = max(16, _power_of_two(2 * self.rows))
         # A ring is folded when it could not take two blocks more.
         self.rounds_in_cycle = self.length // self.rows - 1
 
@@ -226,9 +226,9 @@ class PrefixRerun:
 
     def _launch(self, sequences: int, tensors: dict[str, torch.Tensor | None]) -> None:
         shape = self.shape
-        block_v = min(8, triton.next_power_of_2(shape.v_dim))
+        block_v = min(8, _power_of_two(shape.v_dim))
         kernel = self.kernels.prefix.fused_recurrent_gated_delta_rule_fwd_kernel
-        kernel[(triton.cdiv(shape.v_dim, block_v) * sequences * shape.num_v_heads,)](
+        kernel[(math.ceil(shape.v_dim / block_v) * sequences * shape.num_v_heads,)](
             **tensors,
             **dict.fromkeys(("gk", "gv", "A_log", "dt_bias", "cu_seqlens")),
             scale=shape.k_dim**-0.5,
@@ -237,7 +237,7 @@ class PrefixRerun:
             HV=shape.num_v_heads,
             K=shape.k_dim,
             V=shape.v_dim,
-            BK=triton.next_power_of_2(shape.k_dim),
+            BK=_power_of_two(shape.k_dim),
             BV=block_v,
             IS_BETA_HEADWISE=True,
             USE_QK_L2NORM_IN_KERNEL=True,
@@ -261,6 +261,11 @@ class PrefixRerun:
             return outputs
 
         return run
+
+
+def _power_of_two(size: int) -> int:
+    """The smallest power of two that holds `size`."""
+    return 1 << (size - 1).bit_length()
 
 
 Peer = SglangPeer | PrefixRerun

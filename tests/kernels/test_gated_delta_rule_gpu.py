@@ -12,6 +12,8 @@ pytestmark = pytest.mark.gpu
 
 # Relative Frobenius error of (outputs, committed state). The bf16 rounding of an output alone is 1.7e-3.
 LIMITS = {torch.bfloat16: (4.3e-3, 1.7e-3), torch.float16: (4.3e-3, 1.7e-3), torch.float32: (1e-4, 1e-6)}
+# State of 16-bit rows whose keys are nearly alike; measured 1.9e-6 with "bf16x3" and 1.6e-4 with "tf32".
+NEARLY_EQUAL_KEYS = 1e-5
 SHAPE = {"num_k_heads": 16, "num_v_heads": 32, "k_dim": 128, "v_dim": 128, "batch": 1}
 
 
@@ -117,7 +119,7 @@ def rounds_of_layers(blocks, states, factors, length, rounds, settled) -> torch.
 
 
 @pytest.mark.parametrize("rows", [4, 8, 16])
-def test_nearly_equal_keys_stay_within_the_limits(rows):
+def test_nearly_equal_keys_stay_exact(rows):
     """Repeated tokens: powers of the system's matrix grow to binomial coefficients, which must not appear."""
     block = with_nearly_equal_keys(random_block(rows, dtype=torch.bfloat16, device="cuda", **SHAPE))
     factors, state = block.factors(), block.recurrent_state.clone()
@@ -125,7 +127,7 @@ def test_nearly_equal_keys_stay_within_the_limits(rows):
     commit_gated_delta_rule(state[None], factors[None], rows)
     expected, states = recurrence(block)
     assert relative_error(output, expected) < LIMITS[torch.bfloat16][0]
-    assert relative_error(state, states[rows]) < LIMITS[torch.bfloat16][1]
+    assert relative_error(state, states[rows]) < NEARLY_EQUAL_KEYS
 
 
 def test_the_reference_runs_on_the_device_as_well():
