@@ -18,7 +18,7 @@ def main(
     tokenizer = AutoTokenizer.from_pretrained(resolve(target))
     model = AutoModelForCausalLM.from_pretrained(resolve(target), dtype="float32")
     assistant = hf_hybridspec.AutoDrafter.from_pretrained(drafter, dtype="float32")
-    hf_hybridspec.attach(model, drafter=assistant, length_policy="static:6")
+    hf_hybridspec.attach(model, drafter=assistant, length_policy="static:6", tokenizer=tokenizer)
 
     chat = pipeline("text-generation", model=model, tokenizer=tokenizer)
     result = chat([{"role": "user", "content": prompt}], max_new_tokens=max_new_tokens, do_sample=False)

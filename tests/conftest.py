@@ -73,10 +73,10 @@ def saved_pair(tmp_path_factory) -> SavedPair:
     return pair
 
 
-def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character: printable ASCII, then letters that stand for the ids that are left."""
+def character_tokenizer(size: int = MASK_TOKEN_ID) -> PreTrainedTokenizerFast:
+    """One token a character: printable ASCII, then letters that stand for the ids that are left, `size` in all."""
     characters = ["\n", *map(chr, range(32, 127)), *map(chr, range(0x391, 0x391 + 40))]
-    vocabulary = {character: index for index, character in enumerate(characters[:MASK_TOKEN_ID])}
+    vocabulary = {character: index for index, character in enumerate(characters[:size])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()

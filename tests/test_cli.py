@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -16,8 +17,10 @@ from transformers.utils import logging
 
 from hf_hybridspec import AutoDrafter, attach
 from hf_hybridspec.cli import main
+from hf_hybridspec.cli.pair_arguments import load_pair
 from hf_hybridspec.cli.timing import Request, first_difference, tokens_per_second
 from hf_hybridspec.modeling.dflash import DFlashDrafter
+from tests.conftest import character_tokenizer
 from tests.profiles import make_profile, profile_of
 from tests.support import drafter_config
 
@@ -127,6 +130,31 @@ def test_compare_reports_a_difference(hybridspec, monkeypatch):
     monkeypatch.setattr(Request, "decode", corrupted)
     assert "NOT identical from token 5 of 12" in hybridspec("generate", "--compare")[1]
     assert json.loads(hybridspec("generate", "--compare", "--json")[1])["identical_to_autoregressive"] is False
+
+
+def test_ids_beyond_the_tokenizer_are_never_proposed(hybridspec, saved_pair, tmp_path, monkeypatch):
+    """The reserved rows of an embedding; the whole of generate, and what calibrate and bench load."""
+    propose, proposed = DFlashDrafter.propose, []
+
+    def record(*arguments):
+        draft = propose(*arguments)
+        proposed.append(int(draft.tokens.max()))
+        return draft
+
+    monkeypatch.setattr(DFlashDrafter, "propose", record)
+    target = tmp_path / "target"
+    shutil.copytree(saved_pair.target, target)
+    character_tokenizer(92).save_pretrained(target)
+    size = len(AutoTokenizer.from_pretrained(target))
+    hybridspec("generate")
+    assert max(proposed) >= size
+    for policy in ((), ("--policy", "full")):
+        proposed.clear()
+        assert hybridspec("generate", "--target", target, *policy)[0] == 0
+        assert proposed and max(proposed) < size
+    pair = load_pair(Namespace(target=str(target), drafter=str(saved_pair.drafter), device="cpu", dtype="auto"))
+    assert len(pair.tokenizer) == size and pair.drafter.target.forbidden[size:].all()
+    assert not pair.drafter.target.forbidden[:size].any()
 
 
 def test_sampling_follows_its_seed_and_expects_no_identity(hybridspec):

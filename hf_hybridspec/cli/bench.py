@@ -18,7 +18,6 @@ from ..calibration.profile import CalibrationProfile
 from ..calibration.prompts import load_prompts, prompts_hash, render, split_prompts, take_per_kind
 from ..calibration.timed_decode import DecodeSettings
 from ..generation.pair_identity import pair_identity
-from .checkpoints import load_tokenizer
 from .errors import CommandError
 from .pair_arguments import add_pair_arguments, add_prompt_arguments, load_pair
 
@@ -53,10 +52,11 @@ def run(options: argparse.Namespace) -> None:
             split_prompts(load_prompts(options.prompts), options.split, options.seed), options.limit_per_kind
         )
         profile = None if options.profile is None else CalibrationProfile.load(options.profile)
-        target, drafter = load_pair(options)
+        pair = load_pair(options)
+        target, drafter = pair.target, pair.drafter
         if profile is not None:
             profile.check_pair(pair_identity(target, drafter))
-        prompts = render(texts, load_tokenizer(options.target), target.device, options.thinking)
+        prompts = render(texts, pair.tokenizer, target.device, options.thinking)
         plan = BenchPlan(
             prompts,
             choose_systems(options.systems, profile, drafter),

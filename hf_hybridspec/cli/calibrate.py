@@ -6,7 +6,6 @@ from pathlib import Path
 from ..calibration.calibrate import CalibrationPlan, calibrate
 from ..calibration.profile import CalibrationProfile
 from ..calibration.prompts import load_prompts, render, split_prompts, take_per_kind
-from .checkpoints import load_tokenizer
 from .errors import CommandError
 from .pair_arguments import add_pair_arguments, add_prompt_arguments, load_pair
 
@@ -40,8 +39,8 @@ def run(options: argparse.Namespace) -> None:
         texts = take_per_kind(
             split_prompts(load_prompts(options.prompts), options.split, options.seed), options.limit_per_kind
         )
-        target, drafter = load_pair(options)
-        prompts = render(texts, load_tokenizer(options.target), target.device, options.thinking)
+        pair = load_pair(options)
+        prompts = render(texts, pair.tokenizer, pair.target.device, options.thinking)
         plan = CalibrationPlan(
             prompts=prompts,
             prompts_name=f"{options.prompts}, {options.split} split, seed {options.seed}",
@@ -50,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
             timed_tokens=options.timed_tokens,
             rounds_path=f"{options.output}.rounds.jsonl",
         )
-        profile = calibrate(target, drafter, plan)
+        profile = calibrate(pair.target, pair.drafter, plan)
     except ValueError as error:
         raise CommandError(str(error)) from error
     profile.save(options.output)

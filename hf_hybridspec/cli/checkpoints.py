@@ -21,7 +21,7 @@ from ..modeling.auto import AutoDrafter, read_config
 from ..modeling.drafter import Drafter
 from ..modeling.published_keys import FAMILY_OF_ARCHITECTURE
 from ..modeling.ready.adapter import ADAPTER_CONFIG
-from ..modeling.target import SUPPORTED_FAMILIES
+from ..modeling.target import SUPPORTED_FAMILIES, input_embedding
 from .errors import CommandError, first_sentence
 
 
@@ -126,6 +126,11 @@ def check_pair(drafter: Drafter, drafter_source: str, config: PreTrainedConfig, 
         drafter.check_fit(config)
     except ValueError as error:
         raise CommandError(f"{drafter_source!r} does not fit {target_source!r}. {_one_line(error)}") from error
+
+
+def bind_pair(target: PreTrainedModel, drafter: Drafter, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Lends the target's embedding and head to the drafter, which then proposes ids of the tokenizer only."""
+    drafter.bind(input_embedding(target), target.get_output_embeddings(), target.config, len(tokenizer))
 
 
 def _raw_config(source: str) -> dict[str, Any]:

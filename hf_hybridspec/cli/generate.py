@@ -12,8 +12,7 @@ from ..calibration.profile import CalibrationProfile
 from ..calibration.timed_decode import TimedDecode
 from ..generation.length_policies import HybridSpec, LengthPolicy, check_policy, parse_policy
 from ..modeling.drafter import Drafter
-from ..modeling.target import input_embedding
-from .checkpoints import Placement, check_pair, load_drafter, load_target, load_tokenizer, target_config
+from .checkpoints import Placement, bind_pair, check_pair, load_drafter, load_target, load_tokenizer, target_config
 from .errors import CommandError
 from .timing import Comparison, Request, tokens_per_second
 
@@ -37,6 +36,7 @@ def run_generate(options: argparse.Namespace) -> None:
         _refuse_length(policy, drafter)
     _note_unused_options(options)
     target = load_target(options.target, placement)
+    bind_pair(target, drafter, tokenizer)
     if policy is not None:
         _refuse_unfit(policy, target, drafter)
 
@@ -185,7 +185,6 @@ def _refuse_length(policy: LengthPolicy, drafter: Drafter) -> None:
 
 
 def _refuse_unfit(policy: LengthPolicy, target: PreTrainedModel, drafter: Drafter) -> None:
-    drafter.bind(input_embedding(target), target.get_output_embeddings(), target.config)
     try:
         policy.check(target, drafter)
     except ValueError as error:

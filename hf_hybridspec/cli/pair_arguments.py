@@ -1,14 +1,14 @@
 """Options that calibrate and bench share: the pair, where it runs, and the prompts."""
 
 import argparse
+from dataclasses import dataclass
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..calibration.evaluation_sets import EVALUATION_SETS
 from ..calibration.prompts import BUNDLED, SPLITS
 from ..modeling.drafter import Drafter
-from ..modeling.target import input_embedding
-from .checkpoints import Placement, check_pair, load_drafter, load_target, target_config
+from .checkpoints import Placement, bind_pair, check_pair, load_drafter, load_target, load_tokenizer, target_config
 
 
 def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,12 +52,22 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, split: str, limit: int
     )
 
 
-def load_pair(options: argparse.Namespace) -> tuple[PreTrainedModel, Drafter]:
-    """The attached target and the drafter, bound to it; raises CommandError."""
+@dataclass(frozen=True)
+class LoadedPair:
+    """The attached target, the drafter bound to it, and the target's tokenizer."""
+
+    target: PreTrainedModel
+    drafter: Drafter
+    tokenizer: PreTrainedTokenizerBase
+
+
+def load_pair(options: argparse.Namespace) -> LoadedPair:
+    """What the options of `add_pair_arguments` name; raises CommandError."""
     placement = Placement.of(options.device, options.dtype)
     config = target_config(options.target)
     drafter = load_drafter(options.drafter, placement)
     check_pair(drafter, options.drafter, config, options.target)
+    tokenizer = load_tokenizer(options.target)
     target = load_target(options.target, placement)
-    drafter.bind(input_embedding(target), target.get_output_embeddings(), target.config)
-    return target, drafter
+    bind_pair(target, drafter, tokenizer)
+    return LoadedPair(target, drafter, tokenizer)

@@ -2,7 +2,7 @@
 
 import functools
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..modeling.drafter import Drafter
 from ..modeling.target import check_supported, input_embedding, restore_gated_delta_nets, swap_gated_delta_nets
@@ -11,7 +11,10 @@ from .mixin import Attachment, HybridSpecGenerationMixin
 
 
 def attach(
-    model: PreTrainedModel, drafter: Drafter | None = None, length_policy: LengthPolicy | str | None = None
+    model: PreTrainedModel,
+    drafter: Drafter | None = None,
+    length_policy: LengthPolicy | str | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> PreTrainedModel:
     """Makes assisted decoding work, losslessly, on a hybrid model. Changes the model in place and returns it.
 
@@ -22,14 +25,18 @@ def attach(
         model: a Qwen3-Next, Qwen3.5, Qwen3.6 or Qwen3.8 model, text or vision-language class.
         drafter: drafts in every later `generate` that names no assistant (pipeline and serving included).
         length_policy: of calls that name none; an object or its name, such as `static:6`.
+        tokenizer: the target's. Ids beyond it, reserved rows of the embedding, are then never drafted.
 
     Raises:
-        ValueError: the model is not supported, or the drafter or policy does not fit.
+        ValueError: the model is not supported, the drafter or policy does not fit, or a tokenizer comes without a
+            drafter.
     """
     base = _base_model(model)
     check_supported(base)
     if isinstance(length_policy, str):
         length_policy = parse_policy(length_policy)
+    if drafter is None and tokenizer is not None:
+        raise ValueError("tokenizer has no effect without a drafter: it bounds what a drafter proposes. Pass both.")
     if drafter is not None:
         if not isinstance(drafter, Drafter):
             raise ValueError(
@@ -37,7 +44,8 @@ def attach(
                 "causal model to generate() as "
                 "assistant_model instead."
             )
-        drafter.bind(input_embedding(base), base.get_output_embeddings(), base.config)
+        tokenizer_size = None if tokenizer is None else len(tokenizer)
+        drafter.bind(input_embedding(base), base.get_output_embeddings(), base.config, tokenizer_size)
         if length_policy is not None:
             length_policy.check(base, drafter)
     swap_gated_delta_nets(base)

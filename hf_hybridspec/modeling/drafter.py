@@ -38,6 +38,7 @@ class BoundTarget:
     embedding: nn.Module
     head: nn.Module
     forbidden: Tensor
+    tokenizer_size: int | None
 
 
 class Drafter(DrafterBackbone):
@@ -112,8 +113,8 @@ class Drafter(DrafterBackbone):
             embedding: the target's input embedding; its raw `weight` [rows, H] is read.
             head: the target's output head, called on [.., H].
             target_config: checked by `check_fit`; its eos, bos and pad ids are copied into `self.config`.
-            tokenizer_size: ids at or beyond it are reserved rows of the embedding and never proposed. Without it the
-                target's vocab_size is all that is known.
+            tokenizer_size: ids at or beyond it are reserved rows of the embedding and never proposed. None keeps what
+                an earlier binding to the same head said; without one, the target's vocab_size is all that is known.
 
         Returns self. Raises ValueError if the drafter does not fit.
         """
@@ -127,8 +128,10 @@ class Drafter(DrafterBackbone):
         text_config = target_config.get_text_config()
         for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
             setattr(self.config, name, getattr(text_config, name, None))
+        if tokenizer_size is None and self._target is not None and self._target.head is head:
+            tokenizer_size = self._target.tokenizer_size
         limit = min(text_config.vocab_size, tokenizer_size or text_config.vocab_size)
-        self._target = BoundTarget(embedding, head, self._forbidden(head, limit))
+        self._target = BoundTarget(embedding, head, self._forbidden(head, limit), tokenizer_size)
         return self
 
     def _forbidden(self, head: nn.Module, limit: int) -> Tensor:

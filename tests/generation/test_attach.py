@@ -13,6 +13,7 @@ from hf_hybridspec import Static, attach, detach
 from hf_hybridspec.generation.mixin import HybridSpecGenerationMixin
 from hf_hybridspec.modeling.dflash import DFlashDrafter
 from hf_hybridspec.modeling.target import SUPPORTED_FAMILIES, gated_delta_nets
+from tests.conftest import character_tokenizer
 from tests.modeling.test_target import UNSUPPORTED
 from tests.scenarios import assisted, scripted
 from tests.support import TARGETS, drafter_config, random_prompt, random_target, scripted_drafter
@@ -108,6 +109,30 @@ def test_a_default_drafter_and_policy(target):
     attach(target)
     assert torch.equal(target.generate(prompt, max_new_tokens=24, do_sample=False), expected)
     assert target.generation_statistics is None
+
+
+def test_a_tokenizer_bounds_what_the_attached_drafter_proposes(monkeypatch):
+    """Also in later calls, which know no tokenizer; the text stays the target's own."""
+    target, prompt, proposed = random_target(), random_prompt(6), []
+    expected = target.generate(prompt, max_new_tokens=24, do_sample=False)
+    torch.manual_seed(1)
+    drafter, propose = DFlashDrafter(drafter_config()).eval(), DFlashDrafter.propose
+
+    def record(*arguments):
+        draft = propose(*arguments)
+        proposed.append(int(draft.tokens.max()))
+        return draft
+
+    monkeypatch.setattr(DFlashDrafter, "propose", record)
+    largest = []
+    for tokenizer in (None, character_tokenizer(40)):
+        attach(target, drafter=drafter, tokenizer=tokenizer)
+        proposed.clear()
+        assert torch.equal(target.generate(prompt, max_new_tokens=24, do_sample=False), expected)
+        largest.append(max(proposed))
+    assert largest[0] >= 40 > largest[1]
+    with pytest.raises(ValueError, match="tokenizer has no effect without a drafter"):
+        attach(target, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)

@@ -140,6 +140,12 @@ def test_mask_token_and_ids_beyond_the_tokenizer_are_never_proposed(family):
     drafter.bind(drafter.target.embedding, drafter.target.head, target_config(), tokenizer_size=45)
     for position in range(1, 12):
         assert max(propose(drafter, observed(drafter, position), position).tokens.tolist()) < 45
+    # generate() binds again and knows no tokenizer.
+    drafter.bind(drafter.target.embedding, drafter.target.head, target_config())
+    assert drafter.target.forbidden[45:].all() and drafter.target.forbidden[:45].sum() == (MASK < 45)
+    other_head = copy.deepcopy(drafter.target.head)
+    drafter.bind(drafter.target.embedding, other_head, target_config())
+    assert drafter.target.forbidden.sum() == 1
 
 
 def test_a_head_padded_beyond_the_vocabulary_proposes_no_padding():

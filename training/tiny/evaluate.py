@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(resolve(options.tokenizer or options.target))
     target = Qwen3_5MoeForCausalLM.from_pretrained(resolve(options.target), dtype=dtype).to(options.device).eval()
     drafter = DFlashDrafter.from_pretrained(resolve(options.drafter), dtype=dtype).to(options.device).eval()
-    drafter.bind(target.get_input_embeddings(), target.lm_head, target.config)
+    drafter.bind(target.get_input_embeddings(), target.lm_head, target.config, tokenizer_size=len(tokenizer))
     device_name = torch.cuda.get_device_name() if target.device.type == "cuda" else "cpu"
     result: dict = {"device": device_name, "dtype": options.dtype, "block_size": drafter.block_size, "greedy": {}}
     with fast_forms():
