@@ -102,7 +102,7 @@ class Pieces:
 
     def _add_experts(self, layer_idx: int, block: SparseWeights) -> None:
         rows, eps = self.rows, self.weights.eps
-        self._add("router", partial(route_rows, rows, block.router, block.top_k, eps, self.counters))
+        self._add("router", partial(route_rows, rows, block.router, block.top_k, eps))
         routed = route_rows(rows, block.router, block.top_k, eps)
         if self.assignments is not None:
             routed = scripted_rows(self.assignments[layer_idx], block.router.shape[0] - 1)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from benchmarks.replay import Captured
-from benchmarks.tile_pieces import scripted_rows
+from benchmarks.tile_pieces import count_distinct, scripted_rows
 from hf_hybridspec.bench.scripted_routing import RoutingScript
 from hf_hybridspec.kernels.moe_experts import RoutedRows
 from hf_hybridspec.modeling.block_state import BlockState
@@ -106,6 +106,6 @@ class Capturer:
         def count() -> float:
             # The buffers of Layer 0 are those of every forward.
             routings = script or captured.result[2:]
-            return torch.cat([routed.num_distinct for routed in routings]).float().mean().item()
+            return float(np.mean([count_distinct(routed) for routed in routings]))
 
         return Forward(captured, draw, count)

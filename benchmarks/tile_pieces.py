@@ -136,17 +136,19 @@ class Maker:
 
 def scripted_rows(top_k_index: Tensor, num_experts: int) -> RoutedRows:
     """What the router would give for `[n, k]` chosen experts, all with the same weight."""
-    num_rows, top_k = top_k_index.shape
-    expert_ids = torch.unique(top_k_index)
-    holds = top_k_index[None] == expert_ids[:, None, None]
-    places = min(num_rows * top_k, num_experts)
-    padded = torch.full((places, MAX_ROWS), -1, dtype=torch.int32, device=top_k_index.device)
-    padded[: len(expert_ids), :num_rows] = torch.where(holds.any(-1), holds.int().argmax(-1), -1).int()
-    ids = torch.zeros(places, dtype=torch.int32, device=top_k_index.device)
-    ids[: len(expert_ids)] = expert_ids.int()
-    weights = torch.full((num_rows, top_k), 1 / top_k, device=top_k_index.device)
-    distinct = torch.tensor([len(expert_ids)], dtype=torch.int32, device=top_k_index.device)
-    return RoutedRows(top_k_index.int(), weights, weights.new_full((num_rows,), 0.5), ids, padded, distinct)
+    (num_rows, top_k), device = top_k_index.shape, top_k_index.device
+    routed = RoutedRows.empty(num_rows, top_k, num_experts, device)
+    routed.top_k_index.copy_(top_k_index)
+    routed.top_k_weights.fill_(1 / top_k)
+    routed.shared_gate.fill_(0.5)
+    positions = torch.arange(top_k, dtype=torch.int8, device=device)
+    routed.slots.fill_(-1).scatter_(1, top_k_index.long(), positions.expand(num_rows, top_k))
+    return routed
+
+
+def count_distinct(routed: RoutedRows) -> int:
+    """Distinct experts of all rows."""
+    return int((routed.slots >= 0).any(dim=0).sum())
 
 
 def _producer(maker: Maker, num_rows: int) -> Piece:
@@ -192,10 +194,10 @@ def _attention_end(maker: Maker, num_rows: int) -> Piece:
 
 
 def _router(maker: Maker, num_rows: int) -> Piece:
-    shape, rows, counters = maker.shape, maker.residual(num_rows), maker.counters()
+    shape, rows = maker.shape, maker.residual(num_rows)
 
     def run(weight: Tensor) -> Tensor:
-        return route_rows(rows, weight, shape.top_k, EPS, counters).top_k_weights
+        return route_rows(rows, weight, shape.top_k, EPS).top_k_weights
 
     return maker.projection("router", shape.num_experts + 1, shape.hidden, run)
 
@@ -230,7 +232,7 @@ def _over_layers(maker: Maker, kernel: str, run, routings: list[RoutedRows], row
     pairs = [(routed, weights) for routed in routings for weights in maker.experts()]
     if maker.only_once:
         pairs = pairs[:1]
-    experts = float(np.mean([int(routed.num_distinct) + 1 for routed, _ in pairs]))
+    experts = float(np.mean([count_distinct(routed) + 1 for routed, _ in pairs]))
     num_bytes = experts * rows_per_expert * maker.shape.hidden * maker.dtype.itemsize
     return Piece(kernel, [lambda pair=pair: run(*pair) for pair in pairs], num_bytes)
 

@@ -12,50 +12,45 @@ from .dispatch import implementation
 from .linear import check_weight
 from .residual_rows import MAX_ROWS, ResidualRows, check_residual, check_room
 
+# Positions in a top-k are int8.
+MAX_TOP_K = 127
+
 
 @dataclass(frozen=True)
 class RoutedRows:
-    """What the router decides for n rows, and the same read by expert.
-
-    P = min(n * k, E) places are enough for the distinct experts; entries from `num_distinct` on are undefined. The
-    list may be of more rows than the fields by row hold: experts that none of these selected are passed over.
+    """What the router decides for n rows.
 
     Attributes:
         top_k_index: `[n, k]` int32, experts of each row, most probable first.
         top_k_weights: `[n, k]` fp32, their weights, which sum to 1 in each row before the host's rounding.
         shared_gate: `[n]` fp32, weight of the shared expert.
-        expert_ids: `[P]` int32, distinct experts, ascending.
-        slots: `[P, 16]` int32, position of the expert in each row's top-k, -1 where the row did not select it. Columns
-            from n on are undefined.
-        num_distinct: `[1]` int32.
+        slots: `[n, E]` int8, position of every expert in the row's top-k, -1 where the row did not select it.
     """
 
     top_k_index: torch.Tensor
     top_k_weights: torch.Tensor
     shared_gate: torch.Tensor
-    expert_ids: torch.Tensor
     slots: torch.Tensor
-    num_distinct: torch.Tensor
 
     @classmethod
-    def empty(cls, rows: torch.Tensor, top_k: int, num_experts: int) -> "RoutedRows":
-        """Room for the routing of as many rows as `rows` has, on its device."""
-        num_rows = rows.shape[0]
-        places = min(num_rows * top_k, num_experts)
-        integers = {"dtype": torch.int32, "device": rows.device}
+    def empty(cls, num_rows: int, top_k: int, num_experts: int, device: torch.device) -> "RoutedRows":
+        """Room for the routing of `num_rows` rows."""
         return cls(
-            top_k_index=torch.empty(num_rows, top_k, **integers),
-            top_k_weights=rows.new_empty(num_rows, top_k, dtype=torch.float32),
-            shared_gate=rows.new_empty(num_rows, dtype=torch.float32),
-            expert_ids=torch.empty(places, **integers),
-            slots=torch.empty(places, MAX_ROWS, **integers),
-            num_distinct=torch.empty(1, **integers),
+            top_k_index=torch.empty(num_rows, top_k, dtype=torch.int32, device=device),
+            top_k_weights=torch.empty(num_rows, top_k, dtype=torch.float32, device=device),
+            shared_gate=torch.empty(num_rows, dtype=torch.float32, device=device),
+            slots=torch.empty(num_rows, num_experts, dtype=torch.int8, device=device),
         )
 
+    @property
+    def max_distinct(self) -> int:
+        """The most distinct experts that so many rows can select."""
+        num_rows, top_k = self.top_k_index.shape
+        return min(num_rows * top_k, self.slots.shape[1])
+
     def first(self, num_rows: int) -> "RoutedRows":
-        """The routing of the first rows, views; experts that none of them selected stay in the list."""
-        by_row = (self.top_k_index, self.top_k_weights, self.shared_gate)
-        return RoutedRows(*(field[:num_rows] for field in by_row), self.expert_ids, self.slots, self.num_distinct)
+        """The routing of the first rows, views."""
+        return RoutedRows(*(getattr(self, name)[:num_rows] for name in vars(self)))
 
 
 @dataclass(frozen=True)
@@ -88,16 +83,15 @@ def route_rows(
     weight: torch.Tensor,
     top_k: int,
     eps: float,
-    counters: torch.Tensor | None = None,
     routed: RoutedRows | None = None,
 ) -> RoutedRows:
-    """RMSNorm, router, softmax, top-k and the list of distinct experts, in one launch.
+    """RMSNorm, router, softmax and top-k.
 
     Args:
         rows: of n rows and H columns.
         weight: `[E + 1, H]` in the dtype of the rows, the router's rows and, last, the shared expert's gate.
-        top_k: experts of a row.
-        counters: one int32 zero, zero again afterwards. None: made here, which a captured graph should not do.
+        top_k: experts of a row, at most 127.
+        eps: of the norm.
         routed: from `RoutedRows.empty` with n rows or more, written to and returned as the views of n rows, as when
             another graph reads it. None: made here.
 
@@ -106,21 +100,20 @@ def route_rows(
     """
     check_residual("rows", rows)
     check_weight("weight", weight, rows.shape[1], rows.values.dtype)
-    if not 1 <= top_k < weight.shape[0]:
-        raise ValueError(f"top_k must be in [1, {weight.shape[0] - 1}], the number of experts, got {top_k}.")
     num_rows, num_experts = rows.shape[0], weight.shape[0] - 1
-    if routed is None:
-        routed = RoutedRows.empty(rows.values, top_k, num_experts)
-    elif routed.top_k_index.shape[0] < num_rows or routed.top_k_index.shape[1] != top_k:
+    if not 1 <= top_k <= min(num_experts, MAX_TOP_K):
         raise ValueError(
-            f"routed must hold [{num_rows}, {top_k}] choices or more rows, got {tuple(routed.top_k_index.shape)}."
+            f"top_k must be in [1, {min(num_experts, MAX_TOP_K)}] with {num_experts} experts, got {top_k}."
         )
-    places = min(num_rows * top_k, num_experts)
-    by_row = (routed.top_k_index, routed.top_k_weights, routed.shared_gate)
-    by_place = (field[:places] for field in (routed.expert_ids, routed.slots))
-    routed = RoutedRows(*(field[:num_rows] for field in by_row), *by_place, routed.num_distinct)
-    kernels = implementation("moe_experts", weight.device)
-    kernels.route_rows(rows, weight, top_k, eps, counters, routed)
+    if routed is None:
+        routed = RoutedRows.empty(num_rows, top_k, num_experts, weight.device)
+    sizes = (*routed.top_k_index.shape, routed.slots.shape[1])
+    if sizes[0] < num_rows or sizes[1:] != (top_k, num_experts):
+        raise ValueError(
+            f"routed must hold {num_rows} rows or more of {top_k} choices of {num_experts} experts, got {sizes}."
+        )
+    routed = routed.first(num_rows)
+    implementation("moe_experts", weight.device).route_rows(rows, weight, eps, routed)
     return routed
 
 
@@ -151,7 +144,8 @@ def expert_down(
     Args:
         residual: `[n, H]`, 1 <= n <= 16.
         output: room for n rows of H columns, whose `norm_scale` is that of the norm that follows; written to.
-        counters: int32 zeros, at least one per 16 columns of H, zero again afterwards; as for `route_rows`.
+        counters: int32 zeros, at least one per 16 columns of H; they are zero again afterwards. None: made here, which
+            a captured graph should not do.
 
     Returns:
         `output`, with as many parts as were written.

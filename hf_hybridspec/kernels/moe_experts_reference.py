@@ -14,23 +14,16 @@ from .residual_rows import ResidualRows
 from .residual_rows_reference import normalised, write_residual
 
 
-def route_rows(rows: ResidualRows, weight, top_k, eps, counters, routed: RoutedRows) -> None:
-    """As `moe_experts.route_rows`, into `routed`; needs no counters."""
+def route_rows(rows: ResidualRows, weight, eps, routed: RoutedRows) -> None:
+    """As `moe_experts.route_rows`, into `routed`."""
     logits = F.linear(normalised(rows, eps), weight)
-    num_experts = weight.shape[0] - 1
+    num_experts, top_k = routed.slots.shape[1], routed.top_k_index.shape[1]
     top_probs, top_k_index = logits[:, :num_experts].softmax(dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
-    top_k_weights = (top_probs / top_probs.sum(dim=-1, keepdim=True)).to(logits.dtype).float()
-    expert_ids = torch.unique(top_k_index)
-    # [distinct, rows, k]: at most one position of a row holds an expert.
-    holds = top_k_index[None] == expert_ids[:, None, None]
-    slots = torch.where(holds.any(-1), holds.int().argmax(-1), -1)
-    distinct = expert_ids.shape[0]
     routed.top_k_index.copy_(top_k_index)
-    routed.top_k_weights.copy_(top_k_weights)
+    routed.top_k_weights.copy_((top_probs / top_probs.sum(dim=-1, keepdim=True)).to(logits.dtype))
     routed.shared_gate.copy_(logits[:, num_experts].sigmoid())
-    routed.expert_ids[:distinct] = expert_ids.int()
-    routed.slots[:distinct, : rows.shape[0]] = slots.int()
-    routed.num_distinct.fill_(distinct)
+    positions = torch.arange(top_k, dtype=torch.int8, device=logits.device)
+    routed.slots.fill_(-1).scatter_(1, top_k_index, positions.expand_as(top_k_index))
 
 
 def expert_gate_up(rows: ResidualRows, routed: RoutedRows, weights: ExpertWeights, eps) -> ActivatedRows:
@@ -58,11 +51,11 @@ def expert_down(
 
 
 def _by_expert(routed: RoutedRows):
-    """(expert, its rows, their positions of it) for every distinct expert."""
-    for place in range(int(routed.num_distinct)):
-        slots = routed.slots[place, : routed.top_k_index.shape[0]]
+    """(expert, its rows, their positions of it) for every distinct expert, ascending."""
+    for expert in (routed.slots >= 0).any(dim=0).nonzero().flatten().tolist():
+        slots = routed.slots[:, expert]
         members = (slots >= 0).nonzero().flatten()
-        yield int(routed.expert_ids[place]), members, slots[members].long()
+        yield expert, members, slots[members].long()
 
 
 def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:

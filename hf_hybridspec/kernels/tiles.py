@@ -41,6 +41,8 @@ TILES = {
     "gated_norm_linear": Tile(block_n=32, block_k=128, splits=4, num_stages=3),
     "gated_linear": Tile(block_n=32, block_k=256, splits=4, num_stages=3),
     "router": Tile(block_n=32, block_k=128, splits=8, num_warps=8),
+    # One row, of one warp.
+    "choose_experts": Tile(block_n=1, block_k=1, num_warps=1),
     # Gate and up rows: a step reads 2 * block_n rows.
     "expert_gate_up": Tile(block_n=32, block_k=128, num_stages=3),
     "expert_down": Tile(block_n=64, block_k=128, num_stages=3),

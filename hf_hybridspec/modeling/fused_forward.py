@@ -64,7 +64,7 @@ class FusedForward:
         self._residual = ResidualRows.empty(MAX_ROWS, first.norm_scale, embedding.dtype)
         self._routed = None
         if isinstance(first, SparseWeights):
-            self._routed = RoutedRows.empty(self._residual.values, first.top_k, first.router.shape[0] - 1)
+            self._routed = RoutedRows.empty(MAX_ROWS, first.top_k, first.router.shape[0] - 1, embedding.device)
         self._counters = torch.zeros(embedding.shape[1] // 16 + 1, dtype=torch.int32, device=embedding.device)
 
     @torch.no_grad()
@@ -82,9 +82,7 @@ class FusedForward:
         residual = self._gated_delta(layer.mixer, hidden, state.layers[0], room)
         routed = None
         if self._routed is not None:
-            self._route(layer.feed_forward, residual, self._routed)
-            # The list of experts as a whole: a captured Stage 1 serves every Stage 0 that may come before it.
-            routed = self._routed.first(num_rows)
+            routed = self._route(layer.feed_forward, residual, self._routed)
         return FusedBoundary(residual, routed, position_offset)
 
     @torch.no_grad()
@@ -165,7 +163,7 @@ class FusedForward:
         return gated_linear(attended, inputs.gate, mixer.output, hidden.values, room, self._counters)
 
     def _route(self, block: SparseWeights, hidden: ResidualRows, room: RoutedRows | None = None) -> RoutedRows:
-        return route_rows(hidden, block.router, block.top_k, self.weights.eps, self._counters, room)
+        return route_rows(hidden, block.router, block.top_k, self.weights.eps, room)
 
     def _feed_forward(
         self, block: SparseWeights | DenseWeights, hidden: ResidualRows, routed: RoutedRows | None, room: ResidualRows

@@ -133,7 +133,7 @@ def test_no_value_of_a_later_row_is_read(sequence, num_stage0, length):
     residual = boundary.residual
     residual.values[length:] = residual.scaled[length:] = residual.squares[:, length:] = float("nan")
     if (routed := boundary.routed) is not None:
-        routed.top_k_index[length:], routed.slots[:, length:] = 10**9, 10**9
+        routed.top_k_index[length:], routed.slots[length:] = 10**9, 100
         routed.top_k_weights[length:] = routed.shared_gate[length:] = float("nan")
     first = sequence.state.layers[0]
     for tensor in (first.conv_rows[None], first.factors.z, first.factors.k, first.factors.g):
