@@ -1,7 +1,10 @@
 """Calls of generate() with a scripted drafter, in the loop that a test names."""
 
+from contextlib import nullcontext
+
 import torch
 
+from tests.generation.host_drafter import host_drafted_device_rounds
 from tests.support import ScriptedDrafter, scripted_drafter
 
 LOOPS = ("round", "host")
@@ -25,7 +28,8 @@ def assisted(model, inputs, drafter, loop: str, **options):
     """
     keywords = {"inputs": inputs} if isinstance(inputs, torch.Tensor) else dict(inputs)
     defaults = {"do_sample": False, "length_policy": "full"}
-    output = model.generate(assistant_model=drafter, decoding_path=loop, **keywords, **{**defaults, **options})
+    with host_drafted_device_rounds() if loop == "graphs" else nullcontext():
+        output = model.generate(assistant_model=drafter, decoding_path=loop, **keywords, **{**defaults, **options})
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     assert base.generation_statistics.path == loop
     return output

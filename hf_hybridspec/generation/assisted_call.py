@@ -1,5 +1,6 @@
 """One generate() call with a drafter: which loop takes it, its prefill, and its output."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +25,9 @@ from ..modeling.taps import Taps
 from ..modeling.target import split_obstacle, text_model
 from .candidate_generator import HybridSpecCandidateGenerator
 from .decoding import DecodingState, decode
+from .device_call import DeviceCall, DeviceRun
 from .draft_session import DraftSession
-from .drafting_guard import guarded
+from .drafting_guard import GuardedSession, guarded
 from .emission import Emission
 from .length_policies import LengthPolicy, default_policy
 from .outputs import HybridSpecGenerateOutput
@@ -34,7 +36,7 @@ from .verification import TokenVerifier
 
 logger = logging.get_logger(__name__)
 
-PATHS = ("auto", "round", "host")
+PATHS = ("auto", "graphs", "round", "host")
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,14 @@ class CallOptions:
         if self.decoding_path not in PATHS:
             raise ValueError(f"decoding_path must be one of {', '.join(PATHS)}, got {self.decoding_path!r}.")
 
-    def refuse_unused(self) -> None:
-        """Raises ValueError if the call gives options that only a drafter obeys, although none drafts in it."""
+    def refuse_unused(self, is_plain: bool) -> None:
+        """Raises ValueError if the call gives options that only a drafter obeys, although none drafts in it.
+
+        Args:
+            is_plain: whether tokens are decoded one by one, which the paths `graphs` and `host` do as well.
+        """
+        if is_plain and self.named == ("decoding_path",) and self.decoding_path != "round":
+            return
         if self.named:
             raise ValueError(
                 f"{' and '.join(self.named)} would have no effect: no drafter drafts in this call. Pass "
@@ -75,6 +83,7 @@ class AssistedCall:
     generation_config: GenerationConfig
     streamer: BaseStreamer | None
     attention_mask: torch.Tensor | None
+    position_ids: torch.Tensor | None
 
     def __post_init__(self):
         is_sparse = any(has_router(layer.mlp) for layer in text_model(self.model).layers)
@@ -102,12 +111,24 @@ class AssistedCall:
         """Prefills and decodes in rounds; returns what generate() returns."""
         emission = Emission(input_ids, self.stopping_criteria, self.generation_config, self.streamer)
         verifier = TokenVerifier(self.logits_processor, self.generation_config.do_sample)
-        position_ids = model_kwargs["position_ids"]
-        with self.taps(self.drafting.observe):
-            outputs = self.model._prefill(input_ids, self.generation_config, dict(model_kwargs))
-        first = verifier.verify(input_ids, input_ids.new_empty(0), outputs.logits[0, -1:])
-        del outputs
-        emission.append(first, emission.admit(first))
+        with ExitStack() as stack:
+            device_run = self._device_run(stack, emission)
+            with self.taps(self.drafting.observe):
+                outputs = self.model._prefill(input_ids, self.generation_config, dict(model_kwargs))
+            first = verifier.verify(input_ids, input_ids.new_empty(0), outputs.logits[0, -1:])
+            del outputs
+            emission.append(first, emission.admit(first))
+            if device_run is None:
+                self._decode(emission, verifier)
+            else:
+                is_guarded = isinstance(self.drafting, GuardedSession)
+                session = self.drafting.session if is_guarded else self.drafting
+                guard = self.drafting.guard if is_guarded else None
+                device_run.decode(self._device_call, emission, self.statistics, verifier.uniforms, session, guard)
+        emission.end()
+        return self._output(emission)
+
+    def _decode(self, emission: Emission, verifier: TokenVerifier) -> None:
         decode(
             DecodingState(
                 SplitForward(
@@ -119,12 +140,41 @@ class AssistedCall:
                 verifier,
                 emission,
                 self.statistics,
-                position_ids[..., -1:] + 1,
+                self.position_ids[..., -1:] + 1,
                 self.attention_mask,
             )
         )
-        emission.end()
-        return self._output(emission)
+
+    @property
+    def _device_call(self) -> DeviceCall:
+        return DeviceCall(
+            self.model,
+            self.drafter,
+            self.policy,
+            self.cache,
+            self.logits_processor,
+            self.generation_config,
+            self.attention_mask,
+            self.position_ids,
+        )
+
+    def _device_run(self, stack: ExitStack, emission: Emission) -> DeviceRun | None:
+        """An engine for the call, or None if it stays with eager rounds."""
+        wanted = self.options.decoding_path
+        if wanted == "round":
+            return None
+        run = self._device_call.obstacle(emission)
+        if run is None:
+            run = self._device_call.reserve(stack, self.model._hybridspec.engines, emission)
+        if isinstance(run, DeviceRun):
+            self.statistics.path = "graphs"
+            return run
+        if wanted == "graphs":
+            raise ValueError(f"decoding_path='graphs' cannot serve this call: {run}. Use 'auto', 'round' or 'host'.")
+        self.statistics.reason = run
+        if self.model.device.type == "cuda":
+            logger.warning_once(f"Rounds are not captured into graphs: {run}.")
+        return None
 
     def _output(self, emission: Emission):
         if not self.generation_config.return_dict_in_generate:
@@ -145,8 +195,8 @@ class AssistedCall:
             return "host", "asked for by decoding_path='host'"
         if reason is None:
             return "round", ""
-        if wanted == "round":
-            raise ValueError(f"decoding_path='round' cannot serve this call: {reason}. Use 'auto' or 'host'.")
+        if wanted in ("round", "graphs"):
+            raise ValueError(f"decoding_path={wanted!r} cannot serve this call: {reason}. Use 'auto' or 'host'.")
         logger.warning_once(f"This call is decoded in transformers' own loop: {reason}.")
         return "host", reason
 

@@ -45,6 +45,15 @@ class DraftSession:
             cache.drafter_context = kept
         self._context = kept.context
 
+    @property
+    def context(self) -> DraftContext:
+        """The drafter's own state over the rows observed so far."""
+        return self._context
+
+    def skip(self, num_rows: int) -> None:
+        """Counts rows that have reached the context by another way."""
+        self._next_position += num_rows
+
     def observe(self, features: torch.Tensor) -> None:
         """Takes the taps `[m, taps * hidden]` of the next m committed rows."""
         start, stop = self._next_position, self._next_position + features.shape[0]

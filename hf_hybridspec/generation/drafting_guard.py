@@ -78,14 +78,14 @@ class GuardedSession:
 
     def __init__(self, session: DraftSession, guard: DraftingGuard, clock: Callable[[], float] = time.perf_counter):
         self.guard = guard
-        self._session = session
+        self.session = session
         self._clock = clock
         self._start: float | None = None
         self._num_tokens = 0
 
     def observe(self, features: torch.Tensor) -> None:
         """Takes the taps of committed rows; a round commits as many rows as it emits tokens."""
-        self._session.observe(features)
+        self.session.observe(features)
         self._num_tokens += features.shape[0]
 
     def propose(self, anchor: torch.Tensor) -> Draft:
@@ -95,7 +95,7 @@ class GuardedSession:
             self.guard.record(self._num_tokens, now - self._start)
         self._start, self._num_tokens = now, 0
         if self.guard.is_drafting:
-            return self._session.propose(anchor)
+            return self.session.propose(anchor)
         nothing = torch.empty(0, device=anchor.device)
         return Draft(anchor[:0], nothing, nothing)
 

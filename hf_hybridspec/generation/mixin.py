@@ -3,7 +3,7 @@
 import functools
 import inspect
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers import GenerationMixin
@@ -27,8 +27,10 @@ from .call_checks import (
     refuse_stateful_processors,
     refuse_unsupported,
 )
+from .device_call import Engines
 from .length_policies import LengthPolicy, parse_policy
 from .outputs import HybridSpecGenerateOutput
+from .plain_call import PlainCall
 from .prefill import prefill_head
 from .restore_point import restored_on_failure
 from .statistics import GenerationStatistics
@@ -43,12 +45,14 @@ class Attachment:
     Attributes:
         drafter: drafts in every call that names no other assistant, or None.
         length_policy: of calls that name none; None for the stated default.
-        statistics: of the newest assisted call.
+        statistics: of the newest call that drafted, or that ran in our loop.
+        engines: fixed buffers and captured rounds, made by the first call that uses them.
     """
 
     drafter: Drafter | None = None
     length_policy: LengthPolicy | None = None
     statistics: GenerationStatistics | None = None
+    engines: Engines = field(default_factory=Engines)
 
 
 class HybridSpecGenerationMixin:
@@ -59,7 +63,7 @@ class HybridSpecGenerationMixin:
 
     @property
     def generation_statistics(self) -> GenerationStatistics | None:
-        """Statistics of the newest assisted call on this model."""
+        """Statistics of the newest call on this model that drafted, or that ran in our loop."""
         return self._hybridspec.statistics
 
     def generate(self, *args, **kwargs):
@@ -67,7 +71,7 @@ class HybridSpecGenerationMixin:
 
         Args:
             length_policy: a LengthPolicy or its name (`full`, `static:6`); how many rows a round verifies.
-            decoding_path: `auto` (default), `round` or `host`.
+            decoding_path: `auto` (default), `graphs`, `round` or `host`.
         """
         call = inspect.signature(GenerationMixin.generate).bind_partial(self, *args, **kwargs)
         if self._hybridspec.drafter is not None and names_no_assistant(call, self.generation_config):
@@ -100,7 +104,8 @@ class HybridSpecGenerationMixin:
         if is_assisted:
             refuse_unsupported(generation_config)
         if not isinstance(assistant, Drafter) or not is_assisted:
-            generation_config._hybridspec_options.refuse_unused()
+            is_plain = generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+            generation_config._hybridspec_options.refuse_unused(is_plain)
         if not isinstance(assistant, Drafter):
             if generation_config.speculation_type is not None and assistant is None:
                 raise ValueError(
@@ -175,6 +180,39 @@ class HybridSpecGenerationMixin:
                 self(head, attention_mask=None if mask is None else mask[:, :-1], cache=cache, logits_to_keep=1)
         return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
 
+    def _sample(
+        self,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        synced_gpus=False,
+        streamer=None,
+        **model_kwargs,
+    ):
+        call = PlainCall(
+            self,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            synced_gpus,
+            streamer,
+            model_kwargs,
+        )
+        with call.reserved() as run:
+            if run is not None:
+                return call.decode(run)
+        return super()._sample(
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            **model_kwargs,
+        )
+
     def _get_candidate_generator(self, generation_config, *args, **kwargs):
         call = getattr(generation_config, "_hybridspec_call", None)
         if call is not None:
@@ -212,6 +250,7 @@ class HybridSpecGenerationMixin:
                     generation_config,
                     streamer,
                     model_kwargs.get("attention_mask"),
+                    model_kwargs.get("position_ids"),
                 )
                 self._hybridspec.statistics = call.statistics
                 generation_config._hybridspec_call = call

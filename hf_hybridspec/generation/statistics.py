@@ -6,12 +6,12 @@ from typing import Any
 
 @dataclass
 class GenerationStatistics:
-    """Counts of one assisted call.
+    """Counts of one call.
 
     Attributes:
-        path: `round` (our loop, split at the router boundary) or `host` (transformers' loop).
-        policy: name of the length policy.
-        reason: why the host path was taken; empty on the round path.
+        path: `graphs` (our loop, its rounds captured), `round` (our loop, eager) or `host` (transformers' loop).
+        policy: name of the length policy, `plain` without a drafter.
+        reason: why no faster path was taken; empty where `graphs` was, or another was asked for.
         verification_lengths: rows of the target forward of each verification round, anchor included.
         emitted: tokens that each round emitted. The prefill's first token belongs to no round.
     """

@@ -36,7 +36,10 @@ REFUSED = {
     "unknown policy": ({"length_policy": "fastest"}, r"Unknown length policy 'fastest'\. Use 'full'"),
     "policy of one row": ({"length_policy": "static:1"}, r"must be at least 2 .*got 1"),
     "policy beyond the block": ({"length_policy": "static:17"}, r"must be in \[2, 16\].*got 17"),
-    "unknown path": ({"decoding_path": "graph"}, r"decoding_path must be one of auto, round, host, got 'graph'"),
+    "unknown path": (
+        {"decoding_path": "graph"},
+        r"decoding_path must be one of auto, graphs, round, host, got 'graph'",
+    ),
     "cache of another kind": ({"cache": object()}, r"cache must be a DynamicCache, a StaticCache or a HybridCache"),
     "offloaded cache": ({"cache_implementation": "offloaded"}, r"'offloaded' cannot be rolled back\. Use 'dynamic'"),
     "draft count of another assistant": ({"num_assistant_tokens": 4}, r"num_assistant_tokens would have no effect"),
