@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
 from transformers.generation.logits_process import (
@@ -12,9 +12,13 @@ from transformers.generation.logits_process import (
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
+from transformers.utils import logging
 
 from ..modeling.hybrid_cache import HybridCache
+from ..modeling.target import gated_delta_nets
 from .cache_reuse import Resumption
+
+logger = logging.get_logger(__name__)
 
 # Options of transformers that size the drafts of its own assistants; a drafter's lengths come from its policy.
 _HOST_DRAFT_OPTIONS = (
@@ -78,6 +82,17 @@ def refuse_unsupported(generation_config: GenerationConfig) -> None:
         raise ValueError(
             "assistant_ensemble_weight mixes the drafter into the output, which would not be the target's. "
             "Leave it out."
+        )
+
+
+def warn_of_recurrent_assistant(assistant: PreTrainedModel | None) -> None:
+    """Warns of an assistant with recurrent states that nothing takes back: its drafts go wrong with a rejected one."""
+    if getattr(assistant, "_is_stateful", False):
+        # The class's own name: an attached model passes none of this.
+        next_step = "Call attach(assistant_model) as well" if gated_delta_nets(assistant) else "Choose another"
+        logger.warning_once(
+            f"The assistant model ({type(assistant).__name__}) keeps recurrent states, which are not taken back when "
+            f"its drafts are rejected: the output stays right, but later drafts are poor. {next_step}."
         )
 
 

@@ -26,6 +26,7 @@ from .call_checks import (
     refuse_prompt,
     refuse_stateful_processors,
     refuse_unsupported,
+    warn_of_recurrent_assistant,
 )
 from .device_call import Engines
 from .length_policies import LengthPolicy, parse_policy
@@ -112,6 +113,7 @@ class HybridSpecGenerationMixin:
                     f"speculation_type={generation_config.speculation_type!r} would have no effect without a drafter. "
                     "Pass assistant_model=AutoDrafter.from_pretrained(...), or leave it out."
                 )
+            warn_of_recurrent_assistant(assistant)
             return super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
         others = {key: value for key, value in generation_mode_kwargs.items() if key != "assistant_model"}
         super()._validate_generation_mode(generation_mode, generation_config, others)

@@ -6,6 +6,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_layers import MtpModel
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import logging
 
 from hf_hybridspec import HybridCache, attach
 from tests.support import HIDDEN_SIZE, TARGETS, VOCAB_SIZE, random_prompt, random_target
@@ -209,9 +210,22 @@ def test_sampling_with_a_causal_assistant_is_reproducible(target_pairs):
     assert torch.equal(*outputs)
 
 
-def test_a_hybrid_assistant_that_is_not_attached(target_pairs):
-    """Its recurrent states are never rolled back, so its drafts are poor; the output is the same."""
-    pair = target_pairs["qwen3_5"]
-    assistant = random_target("qwen3_5", seed=7)
-    output = pair.attached.generate(pair.prompt, max_new_tokens=20, do_sample=False, assistant_model=assistant)
+def test_a_hybrid_assistant_that_is_not_attached(pair, caplog):
+    """Its recurrent states are never rolled back, so its drafts are poor; the output is the same, after a warning."""
+    assistant, options = random_target(pair.kind, seed=7), {"max_new_tokens": 20, "do_sample": False}
+    # Others may have been warned before in this process.
+    logging.get_logger("transformers").warning_once.cache_clear()
+    told = []
+    handle = pair.attached.register_forward_pre_hook(lambda *_: told.append("attach(assistant_model)" in caplog.text))
+    try:
+        output = pair.attached.generate(pair.prompt, assistant_model=assistant, **options)
+    finally:
+        handle.remove()
     assert output.tolist() == pair.reference[:, :29].tolist()
+    assert told and told[0], "warned before decoding"
+    assert type(assistant).__name__ in caplog.text and "Call attach(assistant_model) as well" in caplog.text
+    caplog.clear()
+    logging.get_logger("transformers").warning_once.cache_clear()
+    pair.attached.generate(pair.prompt, assistant_model=attach(assistant), **options)
+    pair.attached.generate(pair.prompt, assistant_model=dense_assistant(), **options)
+    assert "recurrent states" not in caplog.text
