@@ -13,14 +13,7 @@ import torch
 
 from ..kernels.acceptance import point_mass_acceptance
 from ..kernels.length_selection import Selection, count_new_experts
-from ..kernels.round_steps import (
-    MAX_ROWS,
-    RoundState,
-    accept_greedily,
-    correct_block,
-    emit_round,
-    open_block,
-)
+from ..kernels.round_steps import MAX_ROWS, RoundState, accept_greedily, correct_block, emit_round, open_block
 from ..kernels.sampling import SamplingSettings, sampling_probs
 from ..kernels.uniforms import fill_uniforms
 from .policy_base import DeviceLengthPolicy
@@ -219,8 +212,7 @@ class DeviceRound:
         state.round_index.zero_()
         state.anchor.fill_(anchor)
         state.remaining.fill_(remaining)
-        padded = stop_tokens + [-1] * (MAX_STOP_TOKENS - len(stop_tokens))
-        state.stop_tokens.copy_(torch.tensor(padded))
+        state.stop_tokens.copy_(torch.tensor(stop_tokens + [-1] * (MAX_STOP_TOKENS - len(stop_tokens))))
         self._position_offset.fill_(position_offset)
         state.draft_branch.fill_(0 if remaining > 0 else -1)
         state.stage0_branch.fill_(-1)
