@@ -36,6 +36,12 @@ BANDWIDTH = 4.3e12
 LENGTHS = (1, 2, 4, 6, 8, 12, 16)
 GATED_LAYERS = 4
 ROUTINGS = ("uniform", "scripted")
+# Launches of a forward whose overlap is turned one by one.
+FORWARD_KERNELS = (
+    "gated_delta_inputs", "gated_norm_linear", "norm_linear", "attention_inputs", "block_attention",
+    "combine_attention", "gated_linear", "router", "choose_experts", "expert_gate_up", "expert_down",
+    "wide_norm_linear",
+)  # fmt: skip
 # Rows that a cache has free: the step of plain decoding commits one a replay.
 ROOM = 512
 
@@ -172,20 +178,22 @@ class Bench:
         self.save(f"pieces_length_{length}", {**found, "sum_ms": round(sum(times.values()), 4)})
 
     def overlap(self, context: int) -> None:
-        """Kernels that start while the one before ends, with and without asking for weights early."""
-        state, found = self.state(context), {}
+        """Kernels that start while the one before ends: none, all, and each whose setting is turned alone.
+
+        Rows must keep their bits, since only the start of a kernel changes.
+        """
+        state, found = self.state(context), {"other_bits": []}
         tiles = {**TILES, **self.arguments.tiles}
-        variants: dict[str, dict[str, Tile]] = {"as given": {}}
-        for steps in (0, 1):
-            early = {name: replace(tile, overlaps=True, prefetch=steps) for name, tile in tiles.items()}
-            variants[f"all, prefetch {steps}"] = early
         for length in (1, 8):
             forwards = {}
-            for variant, chosen in variants.items():
+            for variant, chosen in _overlap_variants(tiles, self.arguments.tiny).items():
                 with use_tiles(chosen):
                     forwards[variant] = self.capturer.capture(state, length, "scripted")
             times, _ = self._timed(forwards)
+            logits = {variant: forward.captured.result[0].logits for variant, forward in forwards.items()}
             found[str(length)] = {variant: round(ms, 4) for variant, ms in medians(times).items()}
+            is_other = {variant: not torch.equal(rows, logits["as given"]) for variant, rows in logits.items()}
+            found["other_bits"] += [f"{variant}, length {length}" for variant in logits if is_other[variant]]
         self.save("overlap", found)
 
     def invariance(self) -> None:
@@ -195,6 +203,19 @@ class Bench:
 
     def state(self, context: int) -> BlockState:
         return BlockState(noisy_cache(self.model, context, ROOM))
+
+
+def _overlap_variants(tiles: dict[str, Tile], is_tiny: bool) -> dict[str, dict[str, Tile]]:
+    """Name of a variant -> the tiles that it changes."""
+    variants: dict[str, dict[str, Tile]] = {"as given": {}}
+    variants["none"] = {name: replace(tile, overlaps=False) for name, tile in tiles.items()}
+    for steps in (0, 1, 4):
+        early = {name: replace(tile, overlaps=True, prefetch=steps) for name, tile in tiles.items()}
+        variants[f"all, prefetch {steps}"] = early
+    for name in () if is_tiny else FORWARD_KERNELS:
+        tile = tiles[name]
+        variants[f"{name} {'not' if tile.overlaps else 'too'}"] = {name: replace(tile, overlaps=not tile.overlaps)}
+    return variants
 
 
 def run(bench: Bench) -> None:

@@ -29,9 +29,12 @@ from hf_hybridspec.kernels.tiles import TILES, Tile, use_tiles
 
 BANDWIDTH = 4.3e12
 # Rows at which a piece is tuned, and at which its best tiles are compared at the end.
-TUNED_ROWS = {"expert_gate_up": (1, 6, 16), "expert_down": (1, 6, 16), "router": (1, 8)}
-COMPARED_ROWS = (1, 4, 8, 16)
-WARPS, STAGES = (2, 4, 8), (2, 3, 4, 5, 7)
+TUNED_ROWS = {"expert_gate_up": (1, 6), "expert_down": (1, 6), "router": (1, 8), "choose_experts": (1, 8)}
+COMPARED_ROWS = (1, 6, 16)
+# Without 16 rows, 512 columns and 8 warps: among the best of no piece when the norm was still in the loops.
+ROWS, COLUMNS, SPLITS = (32, 64, 128), (64, 128, 256), (4, 8)
+WARPS, STAGES = (2, 4), (3, 4, 6)
+SPLIT_KERNELS = ("gated_norm_linear", "gated_linear", "router")
 # A graph repeats its calls until it lasts about this long, so that a time is not one of launching graphs.
 CALLS_A_GRAPH = 24
 SHARED_MEMORY = 227 * 1024
@@ -94,24 +97,29 @@ class Run:
 def cuts(kernel: str) -> list[Tile]:
     """Round 1: rows, columns and splits; those of the table first."""
     table = TILES[kernel]
-    with_splits = kernel in ("gated_norm_linear", "gated_linear", "router")
-    block_k = (table.block_k,) if kernel == "gated_norm_linear" else (64, 128, 256, 512)
+    if kernel == "choose_experts":
+        return [table]
+    columns = (table.block_k,) if kernel == "gated_norm_linear" else COLUMNS
+    splits = SPLITS if kernel in SPLIT_KERNELS else (1,)
     tiles = [
-        replace(table, block_n=rows, block_k=columns, splits=splits, num_stages=4)
-        for rows, columns, splits in product((16, 32, 64, 128), block_k, (2, 4, 8, 16) if with_splits else (1,))
+        replace(table, block_n=block_n, block_k=block_k, splits=parts, num_stages=4)
+        for block_n, block_k, parts in product(ROWS, columns, splits)
     ]
     return [table, *(tile for tile in tiles if tile != table and fits(kernel, tile))]
 
 
 def pipelines(kernel: str, tile: Tile) -> list[Tile]:
     """Round 2: warps and stages of one cut."""
-    tiles = [replace(tile, num_warps=warps, num_stages=stages) for warps, stages in product(WARPS, STAGES)]
+    stages = (tile.num_stages,) if kernel == "choose_experts" else STAGES
+    tiles = [replace(tile, num_warps=warps, num_stages=count) for warps, count in product(WARPS, stages)]
     return [other for other in tiles if other != tile and fits(kernel, other)]
 
 
 def overlaps(tile: Tile) -> list[Tile]:
-    """Round 3: starting early, with and without asking for weights."""
-    return [replace(tile, overlaps=True, prefetch=prefetch) for prefetch in (0, 1, 4)]
+    """Round 3: starting early, with and without asking for weights, and not."""
+    tiles = [replace(tile, overlaps=False, prefetch=0)]
+    tiles += [replace(tile, overlaps=True, prefetch=prefetch) for prefetch in (0, 1, 4)]
+    return [other for other in tiles if other != tile]
 
 
 def fits(kernel: str, tile: Tile) -> bool:
@@ -136,18 +144,16 @@ def compile_all(run: Run, wanted: dict[tuple[str, int], list[Tile]]) -> dict[tup
     """Compiles tiles side by side; those that fail are noted and left out."""
     if run.pool is None:
         return wanted
-    # The router alone is compiled for its number of rows.
+    # One compiled kernel serves every number of rows.
     jobs = {
-        (name, num_rows if name == "router" else 0, tile): run.pool.submit(
-            compile_tile, run.maker.shape, name, num_rows, tile
-        )
+        (name, tile): run.pool.submit(compile_tile, run.maker.shape, name, num_rows, tile)
         for (name, num_rows), tiles in reversed(wanted.items())
         for tile in tiles
     }
     errors = {key: job.exception() for key, job in jobs.items()}
-    run.failed += [f"{name} {tile}: {str(error)[:120]}" for (name, _, tile), error in errors.items() if error]
+    run.failed += [f"{name} {tile}: {str(error)[:120]}" for (name, tile), error in errors.items() if error]
     return {
-        (name, num_rows): [tile for tile in tiles if not errors[name, num_rows if name == "router" else 0, tile]]
+        (name, num_rows): [tile for tile in tiles if not errors[name, tile]]
         for (name, num_rows), tiles in wanted.items()
     }
 
@@ -216,7 +222,7 @@ def compare(run: Run, name: str, candidates: list[Tile], num_rows: int) -> None:
     """The best tiles of a piece in turns, at one number of rows."""
     piece = run.maker.piece(name, num_rows)
     times = {tile: [] for tile in candidates}
-    for _ in range(4):
+    for _ in range(3):
         for tile in candidates:
             times[tile].append(timed(piece, tile, replays=7))
     floor = piece.num_bytes / BANDWIDTH * 1e3
@@ -243,9 +249,9 @@ def search(run: Run, names: list[str]) -> None:
         return [tile for _, tile in run.found.get(job, [])[:count]]
 
     rounds = (
-        (0.4, lambda job: cuts(job[0])),
-        (0.75, lambda job: [new for tile in best_of(job, 3) for new in pipelines(job[0], tile)]),
-        (0.88, lambda job: [new for tile in best_of(job, 3) for new in overlaps(tile)]),
+        (0.35, lambda job: cuts(job[0])),
+        (0.6, lambda job: [new for tile in best_of(job, 2) for new in pipelines(job[0], tile)]),
+        (0.75, lambda job: [new for tile in best_of(job, 2) for new in overlaps(tile)]),
     )
     for number, (share, candidates) in enumerate(rounds, start=1):
         compiled = compile_all(run, {job: candidates(job) for job in jobs})

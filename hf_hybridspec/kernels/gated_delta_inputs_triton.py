@@ -16,6 +16,8 @@ from .residual_rows_triton import inverse_rms, load_squares, squares_options
 from .tiles import tile_of
 
 SOFTPLUS_THRESHOLD = tl.constexpr(20.0)
+# A cache line of 16-bit entries, wider than any history.
+HISTORY_COLUMNS = tl.constexpr(64)
 
 
 @triton.jit
@@ -50,6 +52,9 @@ def _producer_kernel(
     if REORDERED:
         o_source = tl.load(row_order + o_n, mask=m_n, other=0)
     prefetch_rows(weight, o_source, 0, stride_wn, stride_wk, C + Z + 2 * HEADS, H, PREFETCH, OVERLAPS)
+    # What the convolution reads is small, and far from where the projection reads.
+    prefetch_rows(conv_state, o_n, 0, KERNEL, 1, C, KERNEL, HISTORY_COLUMNS, OVERLAPS)
+    prefetch_rows(conv_weight, o_n, 0, KERNEL, 1, C, KERNEL, HISTORY_COLUMNS, OVERLAPS)
     wait_for_previous(OVERLAPS)
     b_squares = load_squares(squares, o_r, m_r, PARTS, PADDED, SMALL)
     b_sum = tl.zeros([SMALL, BN], tl.float32)

@@ -142,7 +142,8 @@ def _gate_up_kernel(
     o_r, o_n = tl.arange(0, SMALL), i_n * BN + tl.arange(0, BN)
     m_r = o_r < num_rows
     if i_p == 0:
-        prefetch_rows(shared_gate_up, o_n, 0, stride_sn, stride_sk, 2 * SHARED, H, PREFETCH, OVERLAPS)
+        prefetch_rows(shared_gate_up, o_n, 0, stride_sn, stride_sk, SHARED, H, PREFETCH, OVERLAPS)
+        prefetch_rows(shared_gate_up, SHARED + o_n, 0, stride_sn, stride_sk, 2 * SHARED, H, PREFETCH, OVERLAPS)
     wait_for_previous(OVERLAPS)
     b_squares = load_squares(squares, o_r, m_r, PARTS, PADDED, SMALL)
     if i_p == 0:

@@ -42,7 +42,7 @@ def test_a_dry_run_measures_every_length_and_routing(monkeypatch, tmp_path):
         assert rows[routing, 4]["floor_ms"] > rows[routing, 1]["floor_ms"]
     assert report["ar_context_32"]["ar_ms"] > 0 and report["skipped_phases"] == 0
     assert report["pieces_length_1"]["router"]["launches"] == 4
-    assert set(report["overlap"]) == {"1", "8"}
+    assert set(report["overlap"]) == {"1", "8", "other_bits"} and not report["overlap"]["other_bits"]
     assert report["rows_against_16_rows"]["15"]["same_argmax"] == 1
 
 
