@@ -65,7 +65,7 @@ def drop_cached_images(
         features = torch.cat(list(output.pooler_output))
         if num_new > len(features):
             raise ValueError(
-                f"The prompt's new rows hold {num_new} {kind} tokens, of {len(features)} the features were given. Pass "
+                f"The prompt's new rows hold {num_new} {kind} tokens, {len(features)} have features. Pass "
                 f"every {kind} of the whole sequence."
             )
         if num_new:

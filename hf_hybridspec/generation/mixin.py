@@ -16,6 +16,7 @@ from ..modeling.hybrid_cache import HybridCache
 from ..modeling.target import input_embedding
 from .assisted_call import AssistedCall, CallOptions, draft_after_prefill
 from .cache_reuse import Resumption, resume
+from .cached_images import drop_cached_images, refuse_unplaced_images
 from .call_checks import (
     ROLLBACK_CACHES,
     drafting_obstacle,
@@ -120,6 +121,10 @@ class HybridSpecGenerationMixin:
         if is_assisted:
             drafter = assistant
             drafter.bind(input_embedding(self), self.get_output_embeddings(), self.config)
+
+    def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
+        refuse_unplaced_images(model_kwargs)
+        return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -239,6 +244,7 @@ class HybridSpecGenerationMixin:
         cache = model_kwargs["cache"]
         resumption = _resume(cache, input_ids, generation_config, model_kwargs)
         refuse_full_cache(cache, resumption, input_ids, generation_config)
+        drop_cached_images(model_kwargs, cache, input_ids, resumption, self.config)
         with restored_on_failure(cache):
             call, taps = None, nullcontext()
             if isinstance(assistant_model, Drafter):

@@ -17,11 +17,11 @@ def prefill_head(
 ) -> None:
     """Runs all chunks of the prompt but the last, and tells the cache how many rows the host's own prefill has left.
 
-    Only prompts of token ids are run in chunks; the host refuses the same of raw images.
+    Only prompts of token ids are run in chunks: images and embeddings are left to the host's prefill, in one piece.
     """
     chunk = generation_config.prefill_chunk_size
     remaining = resumption.num_new
-    is_plain = model_kwargs.get("inputs_embeds") is None and model_kwargs.get("pixel_values") is None
+    is_plain = model_kwargs.get("inputs_embeds") is None and not model_kwargs.get("mm_encoder_outputs")
     while chunk is not None and is_plain and remaining > chunk:
         rows = slice(-remaining, -remaining + chunk)
         mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs["position_ids"]

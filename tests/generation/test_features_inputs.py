@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache, pipeli
 import hf_hybridspec
 from hf_hybridspec.modeling.hybrid_cache import HybridCache
 from tests.conftest import character_tokenizer
-from tests.scenarios import IMAGE, LOOPS, assisted, image_inputs, plain, scripted
+from tests.scenarios import LOOPS, assisted, plain, scripted
 from tests.support import random_prompt, random_target
 
 
@@ -25,47 +25,6 @@ def test_embeddings_alone_give_what_their_ids_give(pair, loop):
     output = assisted(pair.attached, {"inputs_embeds": embeds}, scripted(pair.reference), loop, max_new_tokens=40)
     assert torch.equal(output, new)
     assert pair.attached.generation_statistics.acceptance_length > 3
-
-
-@pytest.mark.parametrize("num_images", [1, 2])
-@pytest.mark.parametrize("loop", LOOPS)
-def test_image_prompts_give_the_plain_text(target_pairs, loop, num_images):
-    pair, inputs = target_pairs["qwen3_5_moe_vl"], image_inputs(num_images)
-    expected = plain(pair.stock, inputs, max_new_tokens=24)
-    without_image = plain(pair.stock, inputs["input_ids"], max_new_tokens=24)
-    assert not torch.equal(expected, without_image)
-    drafter = scripted(expected)
-    output = assisted(pair.attached, inputs, drafter, loop, max_new_tokens=24)
-    assert torch.equal(output, expected)
-    # Positions of the drafter count text tokens: the anchor's index in the sequence.
-    assert drafter.proposals[0] == inputs["input_ids"].shape[1]
-    assert pair.attached.generation_statistics.acceptance_length > 3
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_turn_two_of_an_image_chat_continues_the_cache(target_pairs, loop):
-    pair, inputs = target_pairs["qwen3_5_moe_vl"], image_inputs()
-    drafter = scripted(plain(pair.stock, inputs, max_new_tokens=12))
-    first = assisted(
-        pair.attached,
-        inputs,
-        drafter,
-        loop,
-        max_new_tokens=12,
-        return_dict_in_generate=True,
-    )
-    question = torch.cat([first.sequences, random_prompt(5, seed=9)], dim=1)
-    second = {
-        **inputs,
-        "input_ids": question,
-        "attention_mask": torch.ones_like(question),
-        "mm_token_type_ids": (question == IMAGE).long(),
-    }
-    expected = plain(pair.stock, second, max_new_tokens=20)
-    without_image = {"input_ids": question, "attention_mask": torch.ones_like(question)}
-    drafter.script(expected[0], [3, 0, 15])
-    output = assisted(pair.attached, without_image, drafter, loop, max_new_tokens=20, cache=first.cache)
-    assert torch.equal(output, expected)
 
 
 @pytest.mark.parametrize("cache_implementation", ["dynamic", "static"])
