@@ -39,6 +39,10 @@ class Engines:
     engines: list[RoundEngine] = field(default_factory=list)
     failed_capacity: int | None = None
 
+    def __reduce__(self):
+        # A copy of the model has weights of its own.
+        return (Engines, ())
+
 
 @dataclass(frozen=True)
 class DeviceCall:
