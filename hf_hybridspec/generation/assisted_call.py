@@ -118,11 +118,13 @@ class AssistedCall:
             first = verifier.verify(input_ids, input_ids.new_empty(0), outputs.logits[0, -1:])
             del outputs
             emission.append(first, emission.admit(first))
+            is_guarded = isinstance(self.drafting, GuardedSession)
+            session = self.drafting.session if is_guarded else self.drafting
+            if device_run is not None and (obstacle := device_run.context_obstacle(session)):
+                device_run = self._without_graphs(obstacle)
             if device_run is None:
                 self._decode(emission, verifier)
             else:
-                is_guarded = isinstance(self.drafting, GuardedSession)
-                session = self.drafting.session if is_guarded else self.drafting
                 guard = self.drafting.guard if is_guarded else None
                 device_run.decode(self._device_call, emission, self.statistics, verifier.uniforms, session, guard)
         emission.end()
@@ -160,8 +162,7 @@ class AssistedCall:
 
     def _device_run(self, stack: ExitStack, emission: Emission) -> DeviceRun | None:
         """An engine for the call, or None if it stays with eager rounds."""
-        wanted = self.options.decoding_path
-        if wanted == "round":
+        if self.options.decoding_path == "round":
             return None
         run = self._device_call.obstacle(emission)
         if run is None:
@@ -169,12 +170,17 @@ class AssistedCall:
         if isinstance(run, DeviceRun):
             self.statistics.path = "graphs"
             return run
-        if wanted == "graphs":
-            raise ValueError(f"decoding_path='graphs' cannot serve this call: {run}. Use 'auto', 'round' or 'host'.")
-        self.statistics.reason = run
+        return self._without_graphs(run)
+
+    def _without_graphs(self, reason: str) -> None:
+        """Notes why rounds are eager; raises ValueError if the call insists on graphs."""
+        if self.options.decoding_path == "graphs":
+            raise ValueError(
+                f"decoding_path='graphs' cannot serve this call: {reason}. Use 'auto', 'round' or 'host'."
+            )
+        self.statistics.path, self.statistics.reason = "round", reason
         if self.model.device.type == "cuda":
-            logger.warning_once(f"Rounds are not captured into graphs: {run}.")
-        return None
+            logger.warning_once(f"Rounds are not captured into graphs: {reason}.")
 
     def _output(self, emission: Emission):
         if not self.generation_config.return_dict_in_generate:

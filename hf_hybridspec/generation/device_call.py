@@ -83,11 +83,13 @@ class DeviceCall:
             return "an earlier call found no room for the graphs"
         engine = None
         try:
-            engine = engine_for(self.model, engines.engines, self.drafter, capacity)
-            if not stack.enter_context(engine.reserved()):
-                return "another call is using the buffers"
-            acceptance = engine.acceptance(self._plan())
-            launches, commits = engine.prepare(self.policy, acceptance, not emission.needs_host)
+            # Buffers outlive the call, and tensors of inference mode could not be written to outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                engine = engine_for(self.model, engines.engines, self.drafter, capacity)
+                if not stack.enter_context(engine.reserved()):
+                    return "another call is using the buffers"
+                acceptance = engine.acceptance(self._plan())
+                launches, commits = engine.prepare(self.policy, acceptance, not emission.needs_host)
         except (torch.OutOfMemoryError, GraphError) as error:
             engines.failed_capacity = capacity
             engines.engines[:] = [other for other in engines.engines if other is not engine]
@@ -144,6 +146,10 @@ class DeviceRun:
     acceptance: Acceptance
     launches: Launches
     commits: dict[int, Callable[[], None]]
+
+    def context_obstacle(self, session: DraftSession) -> str | None:
+        """Why the drafter cannot go on from its context on fixed buffers, as the rest of a sentence, or None."""
+        return self.engine.context_obstacle(session.context)
 
     def decode(
         self,

@@ -10,9 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..calibration.profile import PairIdentity
 from ..modeling.drafter import Drafter
 from ..modeling.target import text_config
-
-# The loop that decodes here; a cost measured in another loop does not hold.
-ENGINE = "eager"
+from .round_engine import FUSED_DRAFTERS, engine_obstacle
 
 # What makes two architectures different in cost or acceptance; names of config attributes.
 SIZES = (
@@ -41,8 +39,14 @@ def pair_identity(target: PreTrainedModel, drafter: Drafter) -> PairIdentity:
         num_draft_tokens=drafter.num_draft_tokens,
         device=device_name(target.device),
         dtype=str(target.dtype).removeprefix("torch."),
-        engine=ENGINE,
+        engine=engine_name(target, drafter),
     )
+
+
+def engine_name(target: PreTrainedModel, drafter: Drafter) -> str:
+    """The loop that decodes where nothing in a call stands against it; a cost measured in another does not hold."""
+    is_eager = type(drafter) not in FUSED_DRAFTERS or engine_obstacle(target, None) is not None
+    return "eager" if is_eager else "graphs"
 
 
 def device_name(device: torch.device) -> str:

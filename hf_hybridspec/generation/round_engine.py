@@ -179,6 +179,10 @@ class RoundEngine:
         lengths = () if commits else range(1, longest + 1)
         return launches, {length: prepare(rounds.commit_program(length, acceptance)) for length in lengths}
 
+    def context_obstacle(self, context: DraftContext) -> str | None:
+        """Why `begin` would refuse a drafter's context, as the rest of a sentence, or None."""
+        return self._fused_drafter.context_obstacle(context)
+
     def begin(self, cache: Cache, context: DraftContext | None, emission: Emission, next_position: int) -> None:
         """Starts a sequence whose prefill has filled `cache` and `context`, both read only.
 

@@ -19,6 +19,9 @@ class HostDrafter:
         self.num_draft_tokens = drafter.num_draft_tokens
         self._context, self._position = None, 0
 
+    def context_obstacle(self, context: DraftContext) -> str | None:
+        return None
+
     def begin(self, context: DraftContext) -> None:
         self._context = context
         self._position = int(context.layers[0].positions[-1]) + 1

@@ -1,5 +1,7 @@
 """generate() on fixed buffers: the same tokens as the eager loop and the host's, call after call."""
 
+import copy
+
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache, set_seed
@@ -297,6 +299,46 @@ def test_a_failure_in_a_round_leaves_a_cache_that_goes_on(target_pairs):
     assert cache.committed_length == first.shape[1] - 1
     expected = plain(pair.stock, prompt, max_new_tokens=20)
     assert torch.equal(pair.attached.generate(**prompt, max_new_tokens=20, **call), expected)
+
+
+def test_a_window_with_a_gap_is_left_to_the_eager_loop(target_pairs):
+    """A plain turn between drafted ones leaves positions that the drafter has not seen."""
+    pair = target_pairs["qwen3_5"]
+    torch.manual_seed(3)
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 30}
+    drafter, cache = DFlashDrafter(drafter_config(**layers)).eval(), HybridCache(pair.attached.config)
+    prompt, paths = pair.prompt, []
+    for turn, drafts in enumerate((True, False, True)):
+        inputs = unpadded(prompt)
+        drafting = {"assistant_model": drafter} if drafts else {}
+        output = pair.attached.generate(**inputs, max_new_tokens=8, do_sample=False, cache=cache, **drafting)
+        assert torch.equal(output, plain(pair.stock, inputs, max_new_tokens=8))
+        paths.append(pair.attached.generation_statistics.path)
+        prompt = torch.cat([output, random_prompt(3, seed=turn)], dim=1)
+    assert paths == ["graphs", "graphs", "round"]
+    assert "have a gap" in pair.attached.generation_statistics.reason
+
+
+def test_inference_mode_and_no_grad_share_buffers(target_pairs):
+    pair = target_pairs["qwen3_5"]
+    drafter = real_drafter()
+    engines_of(pair.attached).clear()
+    for mode in (torch.inference_mode(), torch.no_grad(), torch.inference_mode()):
+        with mode:
+            output = pair.attached.generate(
+                pair.prompt, assistant_model=drafter, decoding_path="graphs", max_new_tokens=9, do_sample=False
+            )
+        assert torch.equal(output, expected_of(pair, 9))
+    assert len(engines_of(pair.attached)) == 1
+
+
+def test_a_copy_of_the_model_has_buffers_of_its_own(target_pairs):
+    pair = target_pairs["qwen3_5"]
+    pair.attached.generate(pair.prompt, max_new_tokens=4, do_sample=False, decoding_path="graphs")
+    twin = copy.deepcopy(pair.attached)
+    assert engines_of(pair.attached) and not engines_of(twin)
+    output = twin.generate(pair.prompt, max_new_tokens=9, do_sample=False, decoding_path="graphs")
+    assert torch.equal(output, expected_of(pair, 9))
 
 
 # --- Plain decoding -------------------------------------------------------------------------------------------------
