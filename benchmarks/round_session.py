@@ -72,7 +72,7 @@ class Session:
         self._synchronize()
         return seconds, host.statistics, emission.input_ids[0, 1:].tolist()
 
-    def idle_fraction(self, num_rounds: int) -> float | None:
+    def idle_fraction(self, num_tokens: int) -> float | None:
         """Share of the time between launches in which the device waits for the host; None without a GPU."""
         if self.device.type != "cuda":
             return None
@@ -89,7 +89,7 @@ class Session:
         launches, self.launches = self.launches, Launches(marked, None)
         if self.fused is None:
             self.launches = Launches(None, marked)
-        self.run(num_rounds)
+        self.run(num_tokens)
         self.launches = launches
         gaps = [before[1].elapsed_time(after[0]) for before, after in pairwise(events)]
         return sum(gaps) / events[0][0].elapsed_time(events[-1][1])
