@@ -13,7 +13,7 @@ from hf_hybridspec.generation.adaptive_policies import DCut, HybridSpec, Nominal
 from hf_hybridspec.generation.conditional_graphs import conditional_graph_obstacle
 from hf_hybridspec.generation.round_graphs import EagerRounds
 from hf_hybridspec.modeling.target import input_embedding
-from tests.generation.test_device_call import StopAt
+from tests.generation.device_helpers import StopAt
 from tests.profiles import profile_of
 
 pytestmark = pytest.mark.gpu
@@ -132,7 +132,7 @@ def test_stops_and_a_cache_over_turns(models):
     reference, _ = generate(models, length_policy="full")
     stops = [
         {"max_new_tokens": 10},
-        {"max_new_tokens": 60, "stopping_criteria": StoppingCriteriaList([StopOnDevice(ids.shape[1] + 10 + 7)])},
+        {"max_new_tokens": 60, "stopping_criteria": StoppingCriteriaList([StopAt(ids.shape[1] + 10 + 7)])},
         {"max_new_tokens": 30, "decoding_path": "round"},
         {"max_new_tokens": 25},
     ]
@@ -149,11 +149,6 @@ def test_stops_and_a_cache_over_turns(models):
     end = reference[8]
     tokens, _ = generate(models, length_policy="full", eos_token_id=[end])
     assert tokens == reference[: reference.index(end) + 1]
-
-
-class StopOnDevice(StopAt):
-    def __call__(self, input_ids, scores, **kwargs):
-        return super().__call__(input_ids, scores).to(input_ids.device)
 
 
 def test_two_models_alive(models):
