@@ -18,7 +18,8 @@ test-gpu:
 	$(PYTHON) -m pytest -m gpu
 
 bench:
-	$(PYTHON) -m benchmarks.acceptance --output benchmarks/results/acceptance_cpu.json
+	$(PYTHON) -m benchmarks.acceptance --per-kind 10 --max-new-tokens 96 --compared 2 --timed 4 \
+		--timed-lengths 2 4 6 8 12 16 --output benchmarks/results/acceptance_cpu.json
 
 bench-gpu:
 	$(PYTHON) -m benchmarks.gated_delta_rule --output benchmarks/results/gated_delta_rule_h200.json

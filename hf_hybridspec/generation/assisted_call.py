@@ -31,6 +31,7 @@ from .drafting_guard import GuardedSession, guarded
 from .emission import Emission
 from .length_policies import LengthPolicy, default_policy
 from .outputs import HybridSpecGenerateOutput
+from .round_engine import are_default
 from .statistics import GenerationStatistics
 from .verification import TokenVerifier
 
@@ -162,7 +163,8 @@ class AssistedCall:
 
     def _device_run(self, stack: ExitStack, emission: Emission) -> DeviceRun | None:
         """An engine for the call, or None if it stays with eager rounds."""
-        if self.options.decoding_path == "round":
+        wanted = self.options.decoding_path
+        if wanted == "round" or (wanted == "auto" and not are_default()):
             return None
         run = self._device_call.obstacle(emission)
         if run is None:

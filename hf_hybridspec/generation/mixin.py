@@ -73,7 +73,8 @@ class HybridSpecGenerationMixin:
 
         Args:
             length_policy: a LengthPolicy or its name (`full`, `static:6`); how many rows a round verifies.
-            decoding_path: `auto` (default), `graphs`, `round` or `host`.
+            decoding_path: `auto` (default), `round`, `host`, or `graphs`: rounds captured on a GPU, which `auto` does
+                not take before their tests have run on one.
         """
         call = inspect.signature(GenerationMixin.generate).bind_partial(self, *args, **kwargs)
         if self._hybridspec.drafter is not None and names_no_assistant(call, self.generation_config):

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..calibration.profile import PairIdentity
 from ..modeling.drafter import Drafter
 from ..modeling.target import text_config
-from .round_engine import FUSED_DRAFTERS, engine_obstacle
+from .round_engine import FUSED_DRAFTERS, are_default, engine_obstacle
 
 # What makes two architectures different in cost or acceptance; names of config attributes.
 SIZES = (
@@ -44,9 +44,9 @@ def pair_identity(target: PreTrainedModel, drafter: Drafter) -> PairIdentity:
 
 
 def engine_name(target: PreTrainedModel, drafter: Drafter) -> str:
-    """The loop that decodes where nothing in a call stands against it; a cost measured in another does not hold."""
-    is_eager = type(drafter) not in FUSED_DRAFTERS or engine_obstacle(target, None) is not None
-    return "eager" if is_eager else "graphs"
+    """The rounds that `auto` takes where nothing in a call stands against it; a cost of others does not hold."""
+    is_fused = type(drafter) in FUSED_DRAFTERS and engine_obstacle(target, None) is None
+    return "graphs" if are_default() and is_fused else "eager"
 
 
 def device_name(device: torch.device) -> str:

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from .device_call import DeviceCall, DeviceRun
 from .emission import Emission
-from .round_engine import runs_device_rounds
+from .round_engine import are_default
 from .statistics import GenerationStatistics
 from .verification import TokenVerifier
 
@@ -60,7 +60,7 @@ class PlainCall:
 
     def _reserve(self, stack: ExitStack) -> DeviceRun | None:
         wanted = self.generation_config._hybridspec_options.decoding_path
-        if wanted == "host" or (wanted == "auto" and not runs_device_rounds(self.model.device)):
+        if wanted == "host" or (wanted == "auto" and not are_default()):
             return None
         run = self._host_reason()
         if run is None:

@@ -6,6 +6,7 @@ import torch
 import hf_hybridspec
 from hf_hybridspec import LengthPolicy
 from hf_hybridspec.generation import round_engine
+from hf_hybridspec.generation.device_call import DeviceCall
 from hf_hybridspec.generation.round_engine import RoundEngine, eager_device_rounds
 from tests.generation.device_helpers import PROMPT_LENGTH, engines_of, real_drafter
 from tests.generation.host_drafter import host_drafted_device_rounds
@@ -86,13 +87,16 @@ def test_without_room_the_eager_loop_takes_over_for_good(monkeypatch):
     assert torch.equal(outputs[0], random_target("qwen3_5").generate(prompt, max_new_tokens=9, do_sample=False))
 
 
-def test_a_cpu_is_no_place_for_graphs(target_pairs):
+def test_graphs_are_asked_for_and_a_cpu_is_no_place_for_them(target_pairs, monkeypatch):
     pair = target_pairs["qwen3_5_moe"]
     token = round_engine._allows_eager.set(False)
     try:
-        pair.attached.generate(pair.prompt, assistant_model=real_drafter(), max_new_tokens=5, do_sample=False)
-        statistics = pair.attached.generation_statistics
-        assert statistics.path == "round" and "cpu device" in statistics.reason
+        with monkeypatch.context() as patch:
+            # A call that does not name graphs must not even look for an engine.
+            patch.setattr(DeviceCall, "obstacle", None)
+            for assistant in (real_drafter(), None):
+                pair.attached.generate(pair.prompt, assistant_model=assistant, max_new_tokens=5, do_sample=False)
+        assert pair.attached.generation_statistics.path == "round"
         with pytest.raises(ValueError, match=r"decoding_path='graphs' cannot serve this call: .* cpu device"):
             pair.attached.generate(pair.prompt, max_new_tokens=5, do_sample=False, decoding_path="graphs")
     finally:
