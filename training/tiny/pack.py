@@ -20,6 +20,7 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from training.tiny.documents import read_dialogues, read_documents
+from training.tiny.restate import restated
 
 # File name prefix -> domain, the longest prefix first.
 DOMAINS = {
@@ -34,6 +35,7 @@ DOMAINS = {
     "dict_": "dictionary",
     "doc_": "documentation",
 }
+WORKED_PROBLEMS = ("gsm", "problems", "varied")
 # Two-byte ids compress better when the byte position is known.
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 3, "lp": 1, "pb": 1, "lc": 3}]
 
@@ -46,10 +48,13 @@ def domain_of(path: Path) -> str:
 
 
 def texts_of(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The documents of a corpus file as text; dialogues through the chat template."""
+    """The documents of a corpus file as text; dialogues through the chat template, worked problems restated."""
     if path.name.endswith(".txt.xz"):
         return read_documents(path)
-    return [tokenizer.apply_chat_template(dialogue.messages, tokenize=False) for dialogue in read_dialogues(path)]
+    dialogues = read_dialogues(path)
+    if domain_of(path) in WORKED_PROBLEMS:
+        dialogues = map(restated, dialogues)
+    return [tokenizer.apply_chat_template(dialogue.messages, tokenize=False) for dialogue in dialogues]
 
 
 def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
