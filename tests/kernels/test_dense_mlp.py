@@ -33,7 +33,13 @@ def _run(kind: str, num_rows: int, size: int, inner: int, device: str = "cpu", d
     with use_kernels(kind):
         activated = dense_gate_up(residual_rows(rows, scale), gate_up, EPS)
         output = dense_down(activated, down, residual, ResidualRows.empty(num_rows, scale, dtype))
-        return activated, output.values, output.scaled, output.squares[:, :num_rows].sum(0)
+        return activated, output.values, output.scaled, output.squares[:, :num_rows].T
+
+
+def _whole(results):
+    """The parts of each row's sum of squares added up, the other results as they are."""
+    *others, squares = results
+    return *others, squares.sum(-1)
 
 
 def _expected(num_rows: int, size: int, inner: int, dtype: torch.dtype = torch.float32):
@@ -47,15 +53,16 @@ def _expected(num_rows: int, size: int, inner: int, dtype: torch.dtype = torch.f
 
 @pytest.mark.parametrize("num_rows", ROWS)
 def test_reference_follows_the_formulas(num_rows):
-    for result, expected in zip(_run("reference", num_rows, 48, 70), _expected(num_rows, 48, 70), strict=True):
+    results = _whole(_run("reference", num_rows, 48, 70))
+    for result, expected in zip(results, _expected(num_rows, 48, 70), strict=True):
         torch.testing.assert_close(result.double(), expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize(("size", "inner"), [(48, 70), (256, 32), (130, 600)])
 def test_triton_equals_reference(num_rows, size, inner, triton_device):
-    expected = _run("reference", num_rows, size, inner, triton_device)
-    for result, wanted in zip(_run("triton", num_rows, size, inner, triton_device), expected, strict=True):
+    results, expected = (_whole(_run(kind, num_rows, size, inner, triton_device)) for kind in ("triton", "reference"))
+    for result, wanted in zip(results, expected, strict=True):
         torch.testing.assert_close(result, wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
 
@@ -65,8 +72,9 @@ def test_triton_equals_reference(num_rows, size, inner, triton_device):
 def test_triton_in_bf16_is_near_the_formulas(size, inner):
     expected = _expected(16, size, inner, torch.bfloat16)
     many, one = (_run("triton", n, size, inner, "cuda", torch.bfloat16) for n in (16, 1))
-    for result, single, wanted in zip(many, one, expected, strict=True):
+    for result, wanted in zip(_whole(many), expected, strict=True):
         torch.testing.assert_close(result.double().cpu(), wanted, atol=BF16_TOLERANCE, rtol=BF16_TOLERANCE)
+    for result, single in zip(many, one, strict=True):
         assert torch.equal(result[:1], single), "a row depends on the other rows"
 
 
