@@ -83,8 +83,8 @@ def relative_errors(actual: torch.Tensor, expected: torch.Tensor) -> list[float]
 def test_rounds_are_as_exact_as_those_of_the_split_forward(kind, dtype):
     """Against the split forward in float32 on the same weights, the median row of five rounds.
 
-    Random weights amplify rounding, and a near-tie of a router gives single rows another expert: so 16-bit rows are held
-    to the error of the split forward's own. Rows of a wrong forward are off by about one.
+    Random weights amplify rounding, and a near-tie of a router gives single rows another expert: so 16-bit rows are
+    held to the error of the split forward's own. Rows of a wrong forward are off by about one.
     """
     model = attached(kind, dtype)
     rounds = [FusedRounds(model), SplitRounds(model), SplitRounds(attached(kind, dtype).float())]
