@@ -38,6 +38,11 @@ class ExpertScript:
         }
         self._current = {name: table[0].clone() for name, table in self._tables.items()}
 
+    def mean_distinct(self, num_rows: int) -> float:
+        """Distinct experts of the first rows of a block: the mean over all variants and all layers but Layer 0."""
+        is_selected = (self._tables["slots"][:, 1:, :num_rows] >= 0).any(dim=2)
+        return float(is_selected.sum(dim=-1).float().mean())
+
     def advance(self, round_index: torch.Tensor) -> None:
         """Makes the variant of a round, `[1]` int64, the current one."""
         for name, table in self._tables.items():
@@ -59,15 +64,33 @@ class ScriptedForward(FusedForward):
     def __init__(self, model, target_layer_ids: tuple[int, ...] = ()):
         super().__init__(model, target_layer_ids)
         self._layer_of = {id(layer.feed_forward): layer_idx for layer_idx, layer in enumerate(self.weights.layers)}
-        self._newest: dict[int, dict[int, RoutedRows]] = {}
+        # By number of rows and layer. Graphs that share a pool write over what another one has allocated, so what is
+        # looked at after a run must not be allocated while its graph is captured.
+        self._routings: dict[int, dict[int, RoutedRows]] = {
+            num_rows: {layer_idx: self._room_for_routing(layer_idx, num_rows) for layer_idx in self._later_layers}
+            for num_rows in range(1, MAX_ROWS + 1)
+        }
+
+    @property
+    def _later_layers(self) -> range:
+        return range(1, len(self.weights.layers))
+
+    def _room_for_routing(self, layer_idx: int, num_rows: int) -> RoutedRows:
+        block = self.weights.layers[layer_idx].feed_forward
+        routed = RoutedRows.empty(num_rows, block.top_k, block.router.shape[0] - 1, self.weights.embedding.device)
+        # Nothing is selected until a forward of so many rows has run.
+        routed.slots.fill_(-1)
+        return routed
 
     def distinct_experts(self, length: int) -> float:
-        """Distinct experts of a layer in the newest forward of so many rows; the mean over all layers but Layer 0."""
-        return float(np.mean([count_distinct(routed) for routed in self._newest[length].values()]))
+        """Distinct experts of a layer: of the script, or in the newest forward of so many rows; Layer 0 left out."""
+        if self.script is not None:
+            return self.script.mean_distinct(length)
+        return float(np.mean([count_distinct(routed) for routed in self._routings[length].values()]))
 
     def _route(self, block, hidden, room=None):
-        routed = super()._route(block, hidden, room)
-        layer_idx, num_rows = self._layer_of[id(block)], routed.top_k_index.shape[0]
+        layer_idx, num_rows = self._layer_of[id(block)], hidden.shape[0]
+        routed = super()._route(block, hidden, room or self._routings[num_rows][layer_idx])
         if self.script is not None:
             chosen = self.script.rows(layer_idx, num_rows)
             if room is None:
@@ -75,6 +98,4 @@ class ScriptedForward(FusedForward):
             else:
                 for name, rows in chosen.items():
                     getattr(routed, name).copy_(rows)
-        if room is None:
-            self._newest.setdefault(num_rows, {})[layer_idx] = routed
         return routed
