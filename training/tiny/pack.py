@@ -27,6 +27,7 @@ DOMAINS = {
     "chat_gsm": "gsm",
     "chat_problems": "problems",
     "chat_varied": "varied",
+    "chat_restated": "restated",
     "chat_codeio": "codeio",
     "chat_factbook": "factbook",
     "chat_chatterbot": "chatter",

@@ -35,16 +35,17 @@ from training.tiny.target_config import target_config
 # Share of each domain in a training step.
 MIXTURE = {
     "gsm": 0.04,
-    "problems": 0.10,
-    "varied": 0.24,
+    "problems": 0.08,
+    "varied": 0.18,
+    "restated": 0.14,
     "codeio": 0.08,
-    "code": 0.17,
-    "code_chat": 0.12,
+    "code": 0.15,
+    "code_chat": 0.11,
     "prose": 0.06,
-    "prose_chat": 0.08,
+    "prose_chat": 0.07,
     "dictionary": 0.02,
-    "documentation": 0.03,
-    "factbook": 0.05,
+    "documentation": 0.02,
+    "factbook": 0.04,
     "chatter": 0.01,
 }
 _MEGABYTE = 1024 * 1024
