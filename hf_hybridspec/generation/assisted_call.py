@@ -164,7 +164,7 @@ class AssistedCall:
     def _device_run(self, stack: ExitStack, emission: Emission) -> DeviceRun | None:
         """An engine for the call, or None if it stays with eager rounds."""
         wanted = self.options.decoding_path
-        if wanted == "round" or (wanted == "auto" and not are_default()):
+        if wanted == "round" or (wanted == "auto" and not are_default(self.model.device)):
             return None
         run = self._device_call.obstacle(emission)
         if run is None:

@@ -73,8 +73,8 @@ class HybridSpecGenerationMixin:
 
         Args:
             length_policy: a LengthPolicy or its name (`full`, `static:6`); how many rows a round verifies.
-            decoding_path: `auto` (default), `round`, `host`, or `graphs`: rounds captured on a GPU, which `auto` does
-                not take before their tests have run on one.
+            decoding_path: `auto` (default), `graphs` (rounds captured on a GPU, which `auto` takes where they can
+                serve the call), `round` or `host`.
         """
         call = inspect.signature(GenerationMixin.generate).bind_partial(self, *args, **kwargs)
         if self._hybridspec.drafter is not None and names_no_assistant(call, self.generation_config):

@@ -46,7 +46,7 @@ def pair_identity(target: PreTrainedModel, drafter: Drafter) -> PairIdentity:
 def engine_name(target: PreTrainedModel, drafter: Drafter) -> str:
     """The rounds that `auto` takes where nothing in a call stands against it; a cost of others does not hold."""
     is_fused = type(drafter) in FUSED_DRAFTERS and engine_obstacle(target, None) is None
-    return "graphs" if are_default() and is_fused else "eager"
+    return "graphs" if are_default(target.device) and is_fused else "eager"
 
 
 def device_name(device: torch.device) -> str:

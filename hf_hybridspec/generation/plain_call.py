@@ -60,7 +60,7 @@ class PlainCall:
 
     def _reserve(self, stack: ExitStack) -> DeviceRun | None:
         wanted = self.generation_config._hybridspec_options.decoding_path
-        if wanted == "host" or (wanted == "auto" and not are_default()):
+        if wanted == "host" or (wanted == "auto" and not are_default(self.model.device)):
             return None
         run = self._host_reason()
         if run is None:

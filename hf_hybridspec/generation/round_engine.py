@@ -57,13 +57,9 @@ def eager_device_rounds() -> Iterator[None]:
         _allows_eager.reset(token)
 
 
-def are_default() -> bool:
-    """Whether `decoding_path="auto"` takes rounds on fixed buffers.
-
-    Captured rounds wait for `decoding_path="graphs"`: their exactness tests (`tests/generation/test_graphs_gpu.py`)
-    have not run on a GPU yet, and what is not tested is no default.
-    """
-    return _allows_eager.get()
+def are_default(device: torch.device) -> bool:
+    """Whether `decoding_path="auto"` takes rounds on fixed buffers on such a device, where nothing forbids them."""
+    return device.type == "cuda" or _allows_eager.get()
 
 
 def engine_obstacle(model: PreTrainedModel, drafter: Drafter | None) -> str | None:

@@ -87,7 +87,7 @@ def test_without_room_the_eager_loop_takes_over_for_good(monkeypatch):
     assert torch.equal(outputs[0], random_target("qwen3_5").generate(prompt, max_new_tokens=9, do_sample=False))
 
 
-def test_graphs_are_asked_for_and_a_cpu_is_no_place_for_them(target_pairs, monkeypatch):
+def test_a_cpu_is_no_place_for_graphs(target_pairs, monkeypatch):
     pair = target_pairs["qwen3_5_moe"]
     token = round_engine._allows_eager.set(False)
     try:
