@@ -22,7 +22,7 @@ bench:
 		--timed-lengths 2 4 6 8 12 16 --output benchmarks/results/acceptance_cpu.json
 
 bench-gpu:
-	$(PYTHON) -m benchmarks.gated_delta_rule --output benchmarks/results/gated_delta_rule_h200.json
+	$(PYTHON) -m benchmarks.h200 --output benchmarks/results $(if $(PEERS),--peers $(PEERS))
 
 structure:
 	$(PYTHON) docs/structure.py

@@ -57,10 +57,66 @@ def speed_table(record: dict) -> str:
     )
 
 
+def performance_table(record: dict) -> str:
+    """Speed on one GPU: what is measured, what the goal was, and what of it is simulated."""
+    accepted, verified = record["decode_acceptance_length"], record["decode_mean_length"]
+    commits = ", ".join(f"`{commit[:10]}`" for commit in record["commit"].split(", "))
+    return "\n".join(
+        [
+            "| measure | measured | goal |",
+            "|---|---|---|",
+            *(f"| {measure} | {measured} | {goal} |" for measure, measured, goal in performance_rows(record)),
+            "",
+            f"{record['gpu']}, the full shape of Qwen3.6-35B-A3B in bf16 with random weights, one sequence. "
+            f"Simulated: how many drafts a round accepts ({_number(accepted, '{:.2f}')} tokens at "
+            f"{_number(verified, '{:.1f}')} rows a round, near what is published for this model). Scripted: which "
+            "experts a row selects, since random weights would select more than a trained router. All else is "
+            f"computed. The floor is the bytes read at 4.3 TB/s. Commit {commits}, torch {record['torch']}, Triton "
+            f"{record['triton']}, transformers {record['transformers']}.",
+        ]
+    )
+
+
+def performance_rows(record: dict) -> list[tuple[str, str, str]]:
+    """Measure, what was measured and the goal, in words."""
+    times, speedups = record["gdn_ms"], record["gdn_speedup_over_best_peer"]
+    forward = record["forward_fraction_of_floor"]
+    one_row = _number(record["ar_ms"], "{:.2f} ms"), _number(record["ar_fraction_of_floor"], "{:.0%} of the floor")
+    others = [_number(record[f"decode_over_transformers_{kind}"], "{:.1f}") for kind in ("eager", "static")]
+    return [
+        (
+            f"verify and commit of 30 GDN layers, {' / '.join(times)} rows, ms",
+            _numbers(times, "{:.3f}"),
+            "0.13 at 2 rows, 0.16 at 16",
+        ),
+        ("the fastest other kernel over this", _numbers(speedups, "{:.2f}"), "1.25 / 1.5 / 2 / 3.5"),
+        ("a round of one row (plain decoding)", ", ".join(one_row), "2.4 ms, 58% of the floor"),
+        (f"forward of {' / '.join(forward)} rows, scripted routing, of the floor", _numbers(forward, "{:.0%}"), "70%"),
+        (
+            "decoding, simulated acceptance, scripted routing",
+            _number(record["decode_tokens_per_second_simulated"], "{:.0f} tokens/s"),
+            "900 tokens/s",
+        ),
+        ("the same over our plain decoding", _number(record["decode_over_own_ar"], "{:.2f}"), "1.9"),
+        ("the same over transformers, eager / compiled", " / ".join(others), "35 / 7"),
+        ("share of a round in which the GPU waits", _number(record["gpu_idle_fraction"], "{:.2%}"), "under 3%"),
+        ("capturing the rounds, once", _number(record["capture_seconds"], "{:.1f} s"), "60 s"),
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "not measured yet" if value is None else form.format(value)
+
+
+def _numbers(values: dict[str, float | None], form: str) -> str:
+    return " / ".join("-" if value is None else form.format(value) for value in values.values())
+
+
 # Name of a table -> (file of results, how it is written).
 TABLES: dict[str, tuple[str, Callable[[dict], str]]] = {
     "acceptance": ("acceptance_cpu.json", acceptance_table),
     "speed": ("acceptance_cpu.json", speed_table),
+    "performance": ("h200_summary.json", performance_table),
 }
 
 
