@@ -1,7 +1,7 @@
 """A target of the full shape with random weights, made on the device, and a cache that holds a context of noise."""
 
 import torch
-from transformers import PreTrainedModel, Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel, Qwen3_5MoeTextConfig
 from transformers.initialization import no_init_weights
 
 import hf_hybridspec
@@ -25,13 +25,13 @@ def target_config(is_tiny: bool, num_layers: int | None) -> Qwen3_5MoeTextConfig
 
 
 @torch.no_grad()
-def random_target(config: Qwen3_5MoeTextConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+def random_target(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """An attached target whose matrices are normal with standard deviation 0.02; all else as a fresh model has it."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device, no_init_weights():
-            model = Qwen3_5MoeForCausalLM(config)
+            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
     finally:
         torch.set_default_dtype(default)
     generator = torch.Generator(device).manual_seed(0)
