@@ -37,6 +37,8 @@ class ExpertScript:
             for name in FIELDS
         }
         self._current = {name: table[0].clone() for name, table in self._tables.items()}
+        # The rows of an expert lie side by side, as the router leaves them.
+        self._current["slots"] = self._current["slots"].mT.contiguous().mT
 
     def mean_distinct(self, num_rows: int) -> float:
         """Distinct experts of the first rows of a block: the mean over all variants and all layers but Layer 0."""

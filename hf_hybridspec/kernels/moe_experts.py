@@ -24,7 +24,8 @@ class RoutedRows:
         top_k_index: `[n, k]` int32, experts of each row, most probable first.
         top_k_weights: `[n, k]` fp32, their weights, which sum to 1 in each row before the host's rounding.
         shared_gate: `[n]` fp32, weight of the shared expert.
-        slots: `[n, E]` int8, position of every expert in the row's top-k, -1 where the row did not select it.
+        slots: `[n, E]` int8, position of every expert in the row's top-k, -1 where the row did not select it. Any
+            strides; `empty` puts the rows of an expert side by side, which is how the experts' kernels read them.
     """
 
     top_k_index: torch.Tensor
@@ -39,14 +40,8 @@ class RoutedRows:
             top_k_index=torch.empty(num_rows, top_k, dtype=torch.int32, device=device),
             top_k_weights=torch.empty(num_rows, top_k, dtype=torch.float32, device=device),
             shared_gate=torch.empty(num_rows, dtype=torch.float32, device=device),
-            slots=torch.empty(num_rows, num_experts, dtype=torch.int8, device=device),
+            slots=torch.empty(num_experts, MAX_ROWS, dtype=torch.int8, device=device).T[:num_rows],
         )
-
-    @property
-    def max_distinct(self) -> int:
-        """The most distinct experts that so many rows can select."""
-        num_rows, top_k = self.top_k_index.shape
-        return min(num_rows * top_k, self.slots.shape[1])
 
     def first(self, num_rows: int) -> "RoutedRows":
         """The routing of the first rows, views."""

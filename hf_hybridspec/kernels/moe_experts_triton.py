@@ -1,9 +1,9 @@
 """The MoE block of at most 16 rows in Triton: four launches.
 
 Router: programs over (tile of experts, part of H), then a program of one warp for every row, which adds up the parts
-and picks its top-k. Experts: one program per (place among the distinct experts, tile of rows of a weight); place 0 is
-the shared expert. Every program finds the expert of its place in the rows' slots, which is a small table, so that
-nothing has to be gathered from all rows before; places past the last one return at once, so the grid never depends on
+and picks its top-k. Experts: one program per (place, tile of rows of a weight). Place 0 is the shared expert, the
+others are the rows' choices, row by row; a program whose choice an earlier row has made returns after two small loads.
+So every distinct expert is read once, nothing has to be gathered from all rows before, and the grid never depends on
 the routing. Down projections go to a buffer by row and top-k position; the program that finishes a tile last adds them
 up in that order, so a row's result depends neither on timing nor on the other rows.
 """
@@ -49,7 +49,7 @@ def _router_kernel(
 
 @triton.jit
 def _choose_kernel(
-    partial, squares, top_k_index, top_k_weights, shared_gate, slots, eps,
+    partial, squares, top_k_index, top_k_weights, shared_gate, slots, eps, stride_sr, stride_se,
     E: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
     TOP_K: tl.constexpr, BE: tl.constexpr, SMALL: tl.constexpr, SPLITS: tl.constexpr, ROUNDED: tl.constexpr,
     OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
@@ -87,146 +87,138 @@ def _choose_kernel(
         tl.store(top_k_index + i_r * TOP_K + slot, best)
     b_weights = (b_probs / total).to(ROUNDED).to(tl.float32)
     tl.store(top_k_weights + i_r * TOP_K + b_slots, b_weights, mask=b_slots >= 0)
-    tl.store(slots + i_r * E + o_e, b_slots.to(tl.int8), mask=m_e)
+    tl.store(slots + i_r * stride_sr + o_e * stride_se, b_slots.to(tl.int8), mask=m_e)
 
 
 @triton.jit
-def _expert_at(slots, place, num_rows, E: tl.constexpr, BE: tl.constexpr, SMALL: tl.constexpr):
-    """The expert at a place (from 1) among the distinct ones, its position in each row's top-k, the number of places.
+def _expert_at(top_k_index, slots, i_p, o_r, m_r, stride_sr, stride_se, TOP_K: tl.constexpr):
+    """The expert of a place from 1 on, its position in each row's top-k, and whether no earlier row selected it.
 
-    Past the last place, and at place 0, the expert is 0.
+    Read from the L2 cache, since a kernel that overlaps may read the routing before it waits.
     """
-    o_r, o_e = tl.arange(0, SMALL), tl.arange(0, BE)
-    m_slots = (o_r < num_rows)[:, None] & (o_e < E)[None, :]
-    b_slots = tl.load(slots + o_r[:, None] * E + o_e[None, :], mask=m_slots, other=-1).to(tl.int32)
-    b_hit = (tl.max(b_slots, axis=0) >= 0).to(tl.int32)
-    b_place = tl.cumsum(b_hit, axis=0)
-    i_e = tl.sum(tl.where((b_place == place) & (b_hit > 0), o_e, 0), axis=0)
-    b_mine = tl.max(tl.where(o_e[None, :] == i_e, b_slots, -1), axis=1)
-    return i_e.to(tl.int64), b_mine, tl.sum(b_hit, axis=0)
-
-
-@triton.jit
-def _swiglu_tile(
-    rows, b_squares, p_gate, p_out, o_out, m_r, o_n, eps, stride_xn, stride_xk, stride_wn, stride_wk,
-    H: tl.constexpr, SIZE: tl.constexpr, SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """Columns `o_n` of SwiGLU of one expert, whose up rows follow its SIZE gate rows, to the rows `o_out`."""
-    o_r = tl.arange(0, SMALL)
-    m_n = o_n < SIZE
-    b_gate, b_up = tl.zeros([SMALL, BN], tl.float32), tl.zeros([SMALL, BN], tl.float32)
-    for i_k in range(tl.cdiv(H, BK)):
-        o_k = i_k * BK + tl.arange(0, BK)
-        m_k = o_k < H
-        b_gate_weight = load_tile(p_gate, o_n, o_k, stride_wn, stride_wk, m_n, m_k)
-        b_up_weight = load_tile(p_gate, SIZE + o_n, o_k, stride_wn, stride_wk, m_n, m_k)
-        b_rows = load_tile(rows, o_r, o_k, stride_xn, stride_xk, m_r, m_k)
-        b_gate = multiply_add(b_rows, b_gate_weight, b_gate, PRECISION)
-        b_up = multiply_add(b_rows, b_up_weight, b_up, PRECISION)
-    let_next_start(OVERLAPS)
-    b_rstd = inverse_rms(b_squares, eps, H)[:, None]
-    b_out = swiglu(b_gate * b_rstd, b_up * b_rstd, rows.dtype.element_ty)
-    tl.store(p_out + o_out[:, None] * SIZE + o_n[None, :], b_out, mask=m_r[:, None] & m_n[None, :])
+    i_e = tl.load(top_k_index + i_p - 1, cache_modifier=".cg").to(tl.int64)
+    p_slots = slots + i_e * stride_se + o_r * stride_sr
+    b_slots = tl.load(p_slots, mask=m_r, other=-1, cache_modifier=".cg").to(tl.int32)
+    i_r = (i_p - 1) // TOP_K
+    is_first = i_r == 0
+    # The first row's places are sure: their weights are asked for before the positions have come.
+    if i_r > 0:
+        is_first = tl.max(tl.where(o_r < i_r, b_slots, -1), axis=0) < 0
+    return i_e, b_slots, is_first
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gate_up_kernel(
-    rows, squares, slots, gate_up, shared_gate_up, routed_out, shared_out, eps,
-    num_rows, stride_xn, stride_xk, stride_we, stride_wn, stride_wk, stride_sn, stride_sk,
-    E: tl.constexpr, BE: tl.constexpr, H: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr,
-    PARTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, SMALL: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
+    rows, squares, top_k_index, slots, gate_up, shared_gate_up, routed_out, shared_out, eps, num_rows,
+    stride_xn, stride_xk, stride_sr, stride_se, stride_we, stride_wn, stride_wk, stride_vn, stride_vk,
+    H: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
+    TOP_K: tl.constexpr, SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     i_n, i_p = tl.program_id(0), tl.program_id(1)
     o_r, o_n = tl.arange(0, SMALL), i_n * BN + tl.arange(0, BN)
     m_r = o_r < num_rows
     if i_p == 0:
-        prefetch_rows(shared_gate_up, o_n, 0, stride_sn, stride_sk, SHARED, H, PREFETCH, OVERLAPS)
-        prefetch_rows(shared_gate_up, SHARED + o_n, 0, stride_sn, stride_sk, 2 * SHARED, H, PREFETCH, OVERLAPS)
+        prefetch_rows(shared_gate_up, o_n, 0, stride_vn, stride_vk, SHARED, H, PREFETCH, OVERLAPS)
+        prefetch_rows(shared_gate_up, SHARED + o_n, 0, stride_vn, stride_vk, 2 * SHARED, H, PREFETCH, OVERLAPS)
     wait_for_previous(OVERLAPS)
-    b_squares = load_squares(squares, o_r, m_r, PARTS, PADDED, SMALL)
-    if i_p == 0:
-        _swiglu_tile(
-            rows, b_squares, shared_gate_up, shared_out, o_r, m_r, o_n, eps, stride_xn, stride_xk,
-            stride_sn, stride_sk, H, SHARED, SMALL, BN, BK, PRECISION, OVERLAPS,
-        )  # fmt: skip
-    else:
-        i_e, b_slots, num_distinct = _expert_at(slots, i_p, num_rows, E, BE, SMALL)
-        if i_p <= num_distinct:
-            _swiglu_tile(
-                rows, b_squares, gate_up + i_e * stride_we, routed_out, o_r * TOP_K + b_slots, b_slots >= 0, o_n, eps,
-                stride_xn, stride_xk, stride_wn, stride_wk, H, INNER, SMALL, BN, BK, PRECISION, OVERLAPS,
-            )  # fmt: skip
-
-
-@triton.jit
-def _down_tile(
-    p_rows, o_source, m_r, b_factor, p_weight, p_out, o_out, o_n, stride_wn, stride_wk,
-    H: tl.constexpr, SIZE: tl.constexpr, SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
-):  # fmt: skip
-    """Columns `o_n` of one expert's weighted down projection of the rows `o_source`, to the rows `o_out`."""
-    m_n = o_n < H
-    b_sum = tl.zeros([SMALL, BN], tl.float32)
-    prefetch_rows(p_weight, o_n, 0, stride_wn, stride_wk, H, SIZE, PREFETCH, OVERLAPS)
-    wait_for_previous(OVERLAPS)
-    for i_k in range(tl.cdiv(SIZE, BK)):
-        o_k = i_k * BK + tl.arange(0, BK)
-        m_k = o_k < SIZE
-        b_weight = load_tile(p_weight, o_n, o_k, stride_wn, stride_wk, m_n, m_k)
-        b_rows = load_tile(p_rows, o_source, o_k, SIZE, 1, m_r, m_k)
-        b_sum = multiply_add(b_rows, b_weight, b_sum, PRECISION)
-    let_next_start(OVERLAPS)
-    tl.store(p_out + o_out[:, None] * H + o_n[None, :], b_sum * b_factor[:, None], mask=m_r[:, None] & m_n[None, :])
+    p_weight, p_out, o_out, m_out, is_wanted = shared_gate_up, shared_out, o_r, m_r, i_p == 0
+    if i_p > 0:
+        i_e, b_slots, is_wanted = _expert_at(top_k_index, slots, i_p, o_r, m_r, stride_sr, stride_se, TOP_K)
+        p_weight, p_out, o_out, m_out = gate_up + i_e * stride_we, routed_out, o_r * TOP_K + b_slots, b_slots >= 0
+    if is_wanted:
+        let_next_start(OVERLAPS and EARLY)
+        size = tl.where(i_p == 0, SHARED, INNER)
+        stride_n, stride_k = tl.where(i_p == 0, stride_vn, stride_wn), tl.where(i_p == 0, stride_vk, stride_wk)
+        b_squares = load_squares(squares, o_r, m_r, PARTS, PADDED, SMALL)
+        m_n = o_n < size
+        b_gate, b_up = tl.zeros([SMALL, BN], tl.float32), tl.zeros([SMALL, BN], tl.float32)
+        for i_k in range(tl.cdiv(H, BK)):
+            o_k = i_k * BK + tl.arange(0, BK)
+            m_k = o_k < H
+            b_gate_weight = load_tile(p_weight, o_n, o_k, stride_n, stride_k, m_n, m_k)
+            # Up rows follow the gate rows.
+            b_up_weight = load_tile(p_weight, size + o_n, o_k, stride_n, stride_k, m_n, m_k)
+            b_rows = load_tile(rows, o_r, o_k, stride_xn, stride_xk, m_r, m_k)
+            b_gate = multiply_add(b_rows, b_gate_weight, b_gate, PRECISION)
+            b_up = multiply_add(b_rows, b_up_weight, b_up, PRECISION)
+        let_next_start(OVERLAPS and not EARLY)
+        b_rstd = inverse_rms(b_squares, eps, H)[:, None]
+        b_out = swiglu(b_gate * b_rstd, b_up * b_rstd, rows.dtype.element_ty)
+        tl.store(p_out + o_out[:, None] * size + o_n[None, :], b_out, mask=m_out[:, None] & m_n[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _down_kernel(
-    routed_in, shared_in, slots, top_k_weights, shared_gate, down, shared_down, residual,
+    routed_in, shared_in, top_k_index, slots, top_k_weights, shared_gate, down, shared_down, residual,
     partial, counters, next_scale, values, scaled, squares, num_rows,
-    stride_we, stride_wn, stride_wk, stride_sn, stride_sk, stride_rn, stride_rk,
-    E: tl.constexpr, BE: tl.constexpr, H: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, TOP_K: tl.constexpr,
+    stride_sr, stride_se, stride_we, stride_wn, stride_wk, stride_vn, stride_vk, stride_rn, stride_rk,
+    H: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, TOP_K: tl.constexpr,
     SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     i_n, i_p = tl.program_id(0), tl.program_id(1)
     o_r, o_n = tl.arange(0, SMALL), i_n * BN + tl.arange(0, BN)
-    m_r, o_first = o_r < num_rows, o_r * (TOP_K + 1)
-    # The routing is read before the wait: the kernel before this one has waited for it.
-    i_e, b_slots, num_distinct = _expert_at(slots, i_p, num_rows, E, BE, SMALL)
-    if i_p <= num_distinct:
-        if i_p == 0:
-            b_factor = tl.load(shared_gate + o_r, mask=m_r, other=0.0)
-            _down_tile(
-                shared_in, o_r, m_r, b_factor, shared_down, partial, o_first + TOP_K, o_n, stride_sn, stride_sk,
-                H, SHARED, SMALL, BN, BK, PRECISION, OVERLAPS, PREFETCH,
-            )  # fmt: skip
+    m_r, m_n = o_r < num_rows, o_n < H
+    # The routing is read before the wait: the kernel before this one has waited for it. The shared expert's position
+    # in every row is that after the top-k.
+    p_weight, p_rows, p_factor, o_source, is_wanted = shared_down, shared_in, shared_gate, o_r, i_p == 0
+    b_slots = tl.where(m_r, TOP_K, -1)
+    if i_p > 0:
+        i_e, b_slots, is_wanted = _expert_at(top_k_index, slots, i_p, o_r, m_r, stride_sr, stride_se, TOP_K)
+        p_weight, p_rows, p_factor, o_source = (
+            down + i_e * stride_we, routed_in, top_k_weights, o_r * TOP_K + b_slots
+        )  # fmt: skip
+    if is_wanted:
+        m_member = b_slots >= 0
+        b_factor = tl.load(p_factor + o_source, mask=m_member, other=0.0, cache_modifier=".cg")
+        size = tl.where(i_p == 0, SHARED, INNER)
+        stride_n, stride_k = tl.where(i_p == 0, stride_vn, stride_wn), tl.where(i_p == 0, stride_vk, stride_wk)
+        STEPS: tl.constexpr = (max(INNER, SHARED) + BK - 1) // BK
+        b_sum = tl.zeros([SMALL, BN], tl.float32)
+        if STEPS == 1:
+            # All weights at once, on their way while this program waits for the rows.
+            o_k = tl.arange(0, BK)
+            m_k = o_k < size
+            b_weight = load_tile(p_weight, o_n, o_k, stride_n, stride_k, m_n, m_k)
+            wait_for_previous(OVERLAPS)
+            let_next_start(OVERLAPS and EARLY)
+            b_rows = load_tile(p_rows, o_source, o_k, size, 1, m_member, m_k)
+            # Changes nothing, but keeps the weights' way through shared memory behind the loads of the rows.
+            b_weight = tl.where(m_k[None, :], b_weight, 0.0)
+            b_sum = multiply_add(b_rows, b_weight, b_sum, PRECISION)
         else:
-            m_member, o_source = b_slots >= 0, o_r * TOP_K + b_slots
-            b_factor = tl.load(top_k_weights + o_source, mask=m_member, other=0.0)
-            _down_tile(
-                routed_in, o_source, m_member, b_factor, down + i_e * stride_we, partial, o_first + b_slots, o_n,
-                stride_wn, stride_wk, H, INNER, SMALL, BN, BK, PRECISION, OVERLAPS, PREFETCH,
-            )  # fmt: skip
+            prefetch_rows(p_weight, o_n, 0, stride_n, stride_k, H, min(INNER, SHARED), PREFETCH, OVERLAPS)
+            wait_for_previous(OVERLAPS)
+            let_next_start(OVERLAPS and EARLY)
+            for i_k in range(STEPS):
+                o_k = i_k * BK + tl.arange(0, BK)
+                m_k = o_k < size
+                b_weight = load_tile(p_weight, o_n, o_k, stride_n, stride_k, m_n, m_k)
+                b_rows = load_tile(p_rows, o_source, o_k, size, 1, m_member, m_k)
+                b_sum = multiply_add(b_rows, b_weight, b_sum, PRECISION)
+        let_next_start(OVERLAPS and not EARLY)
+        o_first = o_r * (TOP_K + 1)
+        p_out = partial + (o_first + b_slots)[:, None] * H + o_n[None, :]
+        tl.store(p_out, b_sum * b_factor[:, None], mask=m_member[:, None] & m_n[None, :])
+        # Positions are counted, not programs: how many there are is known without looking at the routing.
+        written = tl.sum(m_member.to(tl.int32), axis=0)
         tl.debug_barrier()
-        if tl.atomic_add(counters + i_n, 1, sem="acq_rel") == num_distinct:
+        if tl.atomic_add(counters + i_n, written, sem="acq_rel") + written == num_rows * (TOP_K + 1):
             tl.store(counters + i_n, 0)
-            m_n = o_n < H
             b_total = load_tile(residual, o_r, o_n, stride_rn, stride_rk, m_r, m_n).to(tl.float32)
+            p_parts = partial + o_first[:, None] * H + o_n[None, :]
+            # Unrolled, so that all positions are asked for at once.
             for slot in tl.static_range(TOP_K + 1):
-                b_total += load_tile(partial + slot * H, o_first, o_n, H, 1, m_r, m_n)
+                m_part = m_r[:, None] & m_n[None, :]
+                b_total += tl.load(p_parts + slot * H, mask=m_part, other=0.0, cache_modifier=".cg")
             store_residual(b_total, values, next_scale, scaled, squares, i_n, o_r, o_n, m_r, m_n, H, SMALL)
 
 
 def route_rows(rows: ResidualRows, weight, eps, routed: RoutedRows) -> None:
     """As `moe_experts.route_rows`, into `routed`."""
-    (num_rows, hidden), size_n, tile, choice = (
-        rows.shape,
-        weight.shape[0],
-        tile_of("router"),
-        tile_of("choose_experts"),
-    )
+    tile, choice = tile_of("router"), tile_of("choose_experts")
+    (num_rows, hidden), size_n, num_experts = rows.shape, weight.shape[0], routed.slots.shape[1]
     # Rows of sums begin at multiples of 64 bytes.
     width = 16 * triton.cdiv(size_n, 16)
     partial = weight.new_empty(tile.splits, PADDED_ROWS, width, dtype=torch.float32)
@@ -238,16 +230,10 @@ def route_rows(rows: ResidualRows, weight, eps, routed: RoutedRows) -> None:
         )  # fmt: skip
         _choose_kernel[(num_rows,)](
             partial, rows.squares, routed.top_k_index, routed.top_k_weights, routed.shared_gate, routed.slots, eps,
+            *routed.slots.stride(), E=num_experts, BE=max(16, triton.next_power_of_2(num_experts)),
             H=hidden, WIDTH=width, TOP_K=routed.top_k_index.shape[1], SMALL=PADDED_ROWS, SPLITS=tile.splits,
-            ROUNDED=ROUNDED[weight.dtype], **_experts_options(routed), **squares_options(rows),
-            **launch_options(choice, weight),
+            ROUNDED=ROUNDED[weight.dtype], **squares_options(rows), **launch_options(choice, weight),
         )  # fmt: skip
-
-
-def _experts_options(routed: RoutedRows) -> dict:
-    """Keyword arguments of a kernel that reads or writes the slots."""
-    num_experts = routed.slots.shape[1]
-    return {"E": num_experts, "BE": max(16, triton.next_power_of_2(num_experts))}
 
 
 def expert_gate_up(rows: ResidualRows, routed: RoutedRows, weights: ExpertWeights, eps) -> ActivatedRows:
@@ -257,13 +243,13 @@ def expert_gate_up(rows: ResidualRows, routed: RoutedRows, weights: ExpertWeight
     scaled = rows.scaled
     activated = ActivatedRows(scaled.new_empty(num_rows, top_k, inner), scaled.new_empty(num_rows, shared))
     with launch_device(scaled):
-        _gate_up_kernel[(triton.cdiv(max(inner, shared), tile.block_n), routed.max_distinct + 1)](
-            scaled, rows.squares, routed.slots,
-            weights.gate_up, weights.shared_gate_up, activated.routed, activated.shared, eps,
-            num_rows, *scaled.stride(), *weights.gate_up.stride(), *weights.shared_gate_up.stride(),
+        _gate_up_kernel[(triton.cdiv(max(inner, shared), tile.block_n), num_rows * top_k + 1)](
+            scaled, rows.squares, routed.top_k_index, routed.slots,
+            weights.gate_up, weights.shared_gate_up, activated.routed, activated.shared, eps, num_rows,
+            *scaled.stride(), *routed.slots.stride(), *weights.gate_up.stride(), *weights.shared_gate_up.stride(),
             H=scaled.shape[1], INNER=inner, SHARED=shared, TOP_K=top_k, SMALL=PADDED_ROWS,
-            BN=tile.block_n, BK=tile.block_k, PRECISION=precision_of(scaled),
-            **_experts_options(routed), **squares_options(rows), **launch_options(tile, scaled),
+            BN=tile.block_n, BK=tile.block_k, PRECISION=precision_of(scaled), EARLY=tile.next_starts_early,
+            **squares_options(rows), **launch_options(tile, scaled),
         )  # fmt: skip
     return activated
 
@@ -275,17 +261,19 @@ def expert_down(
     tile, (num_rows, top_k) = tile_of("expert_down"), routed.top_k_index.shape
     hidden, inner, shared = residual.shape[1], weights.down.shape[2], weights.shared_down.shape[1]
     num_tiles = triton.cdiv(hidden, tile.block_n)
+    # Not wider than there are columns.
+    block_k = min(tile.block_k, max(16, triton.next_power_of_2(max(inner, shared))))
     partial = residual.new_empty(num_rows, top_k + 1, hidden, dtype=torch.float32)
     if counters is None:
         counters = torch.zeros(num_tiles, dtype=torch.int32, device=residual.device)
     with launch_device(residual):
-        _down_kernel[(num_tiles, routed.max_distinct + 1)](
-            activated.routed, activated.shared, routed.slots,
+        _down_kernel[(num_tiles, num_rows * top_k + 1)](
+            activated.routed, activated.shared, routed.top_k_index, routed.slots,
             routed.top_k_weights, routed.shared_gate, weights.down, weights.shared_down, residual,
             partial, counters, output.norm_scale, output.values, output.scaled, output.squares, num_rows,
-            *weights.down.stride(), *weights.shared_down.stride(), *residual.stride(),
+            *routed.slots.stride(), *weights.down.stride(), *weights.shared_down.stride(), *residual.stride(),
             H=hidden, INNER=inner, SHARED=shared, TOP_K=top_k, SMALL=PADDED_ROWS,
-            BN=tile.block_n, BK=tile.block_k, PRECISION=precision_of(residual), **_experts_options(routed),
+            BN=tile.block_n, BK=block_k, PRECISION=precision_of(residual), EARLY=tile.next_starts_early,
             **launch_options(tile, residual),
         )  # fmt: skip
     return output.of_parts(num_tiles)

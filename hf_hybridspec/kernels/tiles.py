@@ -3,9 +3,9 @@
 Tiles change times alone: `block_k` and `splits` fix the order of a row's sum, the same at every number of rows.
 
 Measured on an H200 at the shapes of Qwen3.6-35B-A3B (`benchmarks/tune_tiles.py`, benchmarks/NOTES.md) are those of
-`gated_norm_linear` and `gated_linear`, and less thoroughly of `expert_down`. The kernels that read scaled rows were
-measured before they did, with the norm in their loops; their tiles are those at which plain kernels of the same
-matrices ran best. Which of them should overlap is a guess, but for `gated_norm_linear`. All others are guesses.
+`gated_norm_linear` and `gated_linear`. The kernels that read scaled rows were measured before they did, with the norm
+in their loops; their tiles are those at which plain kernels of the same matrices ran best. Which of them should
+overlap is a guess, but for `gated_norm_linear`. All others are guesses, the one of `expert_down` among them.
 """
 
 from collections.abc import Iterator
@@ -25,6 +25,8 @@ class Tile:
         overlaps: whether the kernel starts while the one before it ends (programmatic dependent launch). It then waits
             before it touches anything but weights. Ignored where the device cannot.
         prefetch: steps whose weights a kernel that overlaps asks for before it waits.
+        next_starts_early: whether the kernel after one that overlaps may start when this one begins to read its
+            weights, instead of when it has read them. Heeded by the experts' kernels alone.
     """
 
     block_n: int
@@ -34,6 +36,7 @@ class Tile:
     num_stages: int = 4
     overlaps: bool = False
     prefetch: int = 0
+    next_starts_early: bool = False
 
 
 TILES = {
@@ -49,8 +52,9 @@ TILES = {
     # One row, of one warp.
     "choose_experts": Tile(block_n=1, block_k=1, num_warps=1, overlaps=True),
     # Gate and up rows: a step reads 2 * block_n rows.
-    "expert_gate_up": Tile(block_n=32, block_k=128),
-    "expert_down": Tile(block_n=64, block_k=128, num_stages=3),
+    "expert_gate_up": Tile(block_n=32, block_k=128, overlaps=True, prefetch=1),
+    # All columns in one step: a program that overlaps then has its weights before it waits.
+    "expert_down": Tile(block_n=32, block_k=512, overlaps=True),
     "dense_gate_up": Tile(block_n=32, block_k=128, num_stages=3),
     "dense_down": Tile(block_n=32, block_k=128, splits=4, num_stages=3),
     # block_n keys in one step, block_k keys in a chunk, which one program reads alone.

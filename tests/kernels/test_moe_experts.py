@@ -1,5 +1,7 @@
 """The MoE block of at most 16 rows: reference against transformers' own block, Triton against the reference."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import Qwen3_5MoeTextConfig
@@ -8,6 +10,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeRMSNo
 from hf_hybridspec.kernels.dispatch import use_kernels
 from hf_hybridspec.kernels.moe_experts import ExpertWeights, RoutedRows, expert_down, expert_gate_up, route_rows
 from hf_hybridspec.kernels.residual_rows import ResidualRows, residual_rows
+from hf_hybridspec.kernels.tiles import Tile, use_tiles
 
 EPS = 1e-6
 # fp32 sums of about a hundred products in another order.
@@ -105,6 +108,49 @@ def test_triton_equals_reference(shape, triton_device):
         (output.squares[:, : shape[0]].sum(0), expected_output.squares[:, : shape[0]].sum(0)),
     ):
         torch.testing.assert_close(given, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("num_rows", range(1, 17))
+def test_every_number_of_rows_reads_each_expert_for_all_its_rows(num_rows, triton_device):
+    """Few experts, so that most choices were made by an earlier row; counters are used again from call to call."""
+    block = _block(num_rows, 6, 3, 32, 16, 32, device=triton_device)
+    counters = torch.zeros(2, dtype=torch.int32, device=triton_device)
+    _, expected_activated, expected = _run("reference", block, 3)
+    for _ in range(2):
+        _, activated, actual = _run("triton", block, 3, counters)
+        torch.testing.assert_close(activated.routed, expected_activated.routed, atol=TOLERANCE, rtol=TOLERANCE)
+        torch.testing.assert_close(actual.values, expected.values, atol=TOLERANCE, rtol=TOLERANCE)
+    assert not counters.any()
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [Tile(16, 16, num_stages=1), Tile(16, 32, num_warps=2), Tile(128, 64, num_warps=8), Tile(32, 512)],
+    ids=["many steps", "two steps", "wide", "one step"],
+)
+def test_tiles_change_no_result(tile, triton_device):
+    """Inner sizes of 20 and 40: several steps of which the routed experts need fewer, and one that holds all."""
+    block = _block(3, 8, 2, 48, 20, 40, device=triton_device)
+    _, _, expected = _run("reference", block, 2)
+    tile = replace(tile, overlaps=True, next_starts_early=True)
+    with use_tiles({"expert_gate_up": tile, "expert_down": tile}):
+        _, _, actual = _run("triton", block, 2)
+    torch.testing.assert_close(actual.values, expected.values, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_slots_may_lie_in_memory_as_they_like(triton_device):
+    """The rows of an expert side by side, as the router leaves them, or the experts of a row, as a copy might."""
+    rows, scale, router, weights = _block(*SHAPES[1], device=triton_device)
+    with use_kernels("triton"):
+        residual = residual_rows(rows, scale)
+        routed = route_rows(residual, router, SHAPES[1][2], EPS)
+        assert routed.slots.stride(0) == 1
+        found = []
+        for slots in (routed.slots, routed.slots.contiguous()):
+            given, room = replace(routed, slots=slots), ResidualRows.empty(rows.shape[0], scale, rows.dtype)
+            activated = expert_gate_up(residual, given, weights, EPS)
+            found.append(expert_down(activated, given, weights, rows, room).values)
+    assert torch.equal(*found)
 
 
 @pytest.mark.gpu
