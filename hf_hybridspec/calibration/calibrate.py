@@ -8,11 +8,13 @@ from transformers import PreTrainedModel
 
 from ..generation.pair_identity import pair_identity
 from ..modeling.drafter import Drafter
+from ..modeling.fused_forward import FusedForward
 from ..modeling.sparse_moe import has_router
 from ..modeling.target import text_config, text_model
 from .acceptance_model import cross_validated, fit_acceptance, predict_prefix
 from .capture import Prompt, capture
-from .latency import fit_costs, measure_expert, measure_rounds, measure_stage0_row
+from .fused_latency import expert_seconds, fused_stage0_row
+from .latency import RoundTimes, fit_costs, measure_expert, measure_rounds, measure_stage0_row
 from .profile import AcceptanceModel, CalibrationProfile, CostModel, FitQuality, PairIdentity
 from .prompts import prompts_hash
 from .rate import best_static_length, dinkelbach_rate
@@ -68,25 +70,28 @@ def calibrate(target: PreTrainedModel, drafter: Drafter, plan: CalibrationPlan) 
     pair = pair_identity(target, drafter)
     file = RoundFile(plan.rounds_path, CaptureSettings(pair, plan.max_new_tokens))
     rounds = RoundArrays.of(capture(target, drafter, plan.prompts, plan.max_new_tokens, file))
-    costs = measure_costs(target, drafter, plan)
+    costs = measure_costs(target, drafter, plan, pair.engine)
     is_sparse = any(has_router(layer.mlp) for layer in text_model(target).layers)
     source = PromptSet(plan.prompts_name, tuple(prompt.key for prompt in plan.prompts))
     return assemble(rounds, costs, pair, source, text_config(target).num_experts_per_tok if is_sparse else 0)
 
 
-def measure_costs(target: PreTrainedModel, drafter: Drafter, plan: CalibrationPlan) -> MeasuredCosts:
-    """Everything that is timed."""
-    timed = spread(plan.prompts, plan.timed_prompts)
-    times = measure_rounds(target, drafter, timed, DecodeSettings(plan.timed_tokens))
+def measure_costs(target: PreTrainedModel, drafter: Drafter, plan: CalibrationPlan, engine: str) -> MeasuredCosts:
+    """Everything that is timed, on the rounds that `engine` names: captured ones (`graphs`) or eager ones."""
+    timed, num_rows = spread(plan.prompts, plan.timed_prompts), drafter.num_draft_tokens + 1
+    times = measure_rounds(target, drafter, timed, DecodeSettings(plan.timed_tokens), engine)
+    if engine == "graphs":
+        stage0_row = fused_stage0_row(target, timed[0], num_rows)
+        expert = expert_seconds(FusedForward(target), num_rows)
+    else:
+        stage0_row, expert = measure_stage0_row(target, drafter, timed[0]), measure_expert(target, num_rows)
+    return modelled(times, stage0_row, expert)
+
+
+def modelled(times: RoundTimes, stage0_row: float, expert: float) -> MeasuredCosts:
+    """The cost model of measured times: `stage0_row` is s and `expert` eta, in seconds."""
     fit = fit_costs(times.by_length)
-    model = CostModel(
-        measured=times.by_length,
-        fitted=fit.fitted,
-        fixed=fit.fixed,
-        stage0_row=measure_stage0_row(target, drafter, timed[0]),
-        expert=measure_expert(target, drafter.num_draft_tokens + 1),
-        autoregressive=times.autoregressive,
-    )
+    model = CostModel(times.by_length, fit.fitted, fit.fixed, stage0_row, expert, times.autoregressive)
     return MeasuredCosts(model, fit.r2, fit.notes)
 
 

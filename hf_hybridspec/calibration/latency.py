@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -46,22 +47,27 @@ class CostFit:
 
 
 def measure_rounds(
-    target: PreTrainedModel, drafter: Drafter, prompts: list[Prompt], settings: DecodeSettings
+    target: PreTrainedModel, drafter: Drafter, prompts: list[Prompt], settings: DecodeSettings, engine: str
 ) -> RoundTimes:
     """Decodes the prompts at every fixed length and without the drafter, in turn; medians over the prompts.
 
+    Args:
+        engine: of the pair (`PairIdentity.engine`). Where it is `graphs`, no other rounds are timed instead.
+
     Raises:
-        ValueError: no prompt gave a round.
+        ValueError: no prompt gave a round, or the rounds cannot be captured.
     """
+    options = {"decoding_path": "graphs"} if engine == "graphs" else {}
+    decode_at = partial(_seconds_per_round, target, drafter, settings, options)
     lengths = range(2, drafter.num_draft_tokens + 2)
     seconds: dict[int, list[float]] = {length: [] for length in (1, *lengths)}
     for length in (1, 2, lengths[-1]):
-        _seconds_per_round(target, drafter, prompts[0], settings, length)
+        decode_at(prompts[0], length)
     for index, prompt in enumerate(tqdm(prompts, desc="cost", unit="prompt")):
         # Another order for each prompt, so that no length always runs on the warmer machine.
         order = np.random.default_rng(index).permutation(list(seconds))
         for length in map(int, order):
-            measured = _seconds_per_round(target, drafter, prompt, settings, length)
+            measured = decode_at(prompt, length)
             if measured is not None:
                 seconds[length].append(measured)
     if not all(seconds.values()):
@@ -72,10 +78,12 @@ def measure_rounds(
     return RoundTimes(tuple(statistics.median(seconds[length]) for length in lengths), statistics.median(seconds[1]))
 
 
-def _seconds_per_round(target, drafter, prompt: Prompt, settings: DecodeSettings, length: int) -> float | None:
+def _seconds_per_round(
+    target, drafter, settings: DecodeSettings, options: dict, prompt: Prompt, length: int
+) -> float | None:
     """Decode time per round, or None if no round ran; length 1 is plain decoding."""
     policy = None if length == 1 else Static(length)
-    run = timed_decode(target, prompt.input_ids, settings, None if length == 1 else drafter, policy)
+    run = timed_decode(target, prompt.input_ids, settings, None if length == 1 else drafter, policy, **options)
     return run.seconds / run.num_rounds if run.num_rounds else None
 
 
@@ -138,7 +146,7 @@ def measure_stage0_row(target: PreTrainedModel, drafter: Drafter, prompt: Prompt
         forward.stage0(tokens[:, :length], positions[:, :length], cache)
         cache.discard_block()
 
-    return _slope({length: (lambda length=length: run(length)) for length in range(2, most + 1)}, target.device)
+    return slope({length: (lambda length=length: run(length)) for length in range(2, most + 1)}, target.device)
 
 
 @torch.no_grad()
@@ -162,10 +170,10 @@ def measure_expert(target: PreTrainedModel, num_rows: int) -> float:
 
     counts = sorted({top_k + (most - top_k) * step // 5 for step in range(6)})
     runs = {count: (lambda count=count: run(count)) for count in counts}
-    return _slope(runs, target.device) / len(layers)
+    return slope(runs, target.device) / len(layers)
 
 
-def _slope(runs: dict[int, Callable[[], None]], device: torch.device) -> float:
+def slope(runs: dict[int, Callable[[], None]], device: torch.device) -> float:
     """Least-squares slope of the median time over the keys, interleaved; at least 0."""
     seconds: dict[int, list[float]] = {key: [] for key in runs}
     for repeat in range(REPEATS + 1):
