@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -54,10 +55,10 @@ TINY = Shape(
 
 @dataclass(frozen=True)
 class Piece:
-    """One kernel at one shape and number of rows.
+    """A kernel, alone or with its neighbour, at one shape and number of rows.
 
     Attributes:
-        kernel: its name in the table of tiles.
+        kernel: its name in the table of tiles; of several that a call runs, the one whose tile is tuned.
         calls: run one after another; each returns its result.
         num_bytes: weights that a call reads, on average.
     """
@@ -214,39 +215,27 @@ def _output_head(maker: Maker, num_rows: int) -> Piece:
     )
 
 
-def _experts_start(maker: Maker, num_rows: int) -> Piece:
-    rows, routings = maker.residual(num_rows), maker.routings(num_rows)
+def _experts(kernel: str, maker: Maker, num_rows: int) -> Piece:
+    """Both halves of the experts, as they follow one another in a forward; the tile of one of them is tuned."""
+    rows, room, counters = maker.residual(num_rows), maker.room(num_rows), maker.counters()
 
     def run(routed: RoutedRows, weights: ExpertWeights) -> Tensor:
-        return expert_gate_up(rows, routed, weights, EPS).routed
-
-    return _over_layers(maker, "expert_gate_up", run, routings, rows_per_expert=2 * maker.shape.inner)
-
-
-def _experts_end(maker: Maker, num_rows: int) -> Piece:
-    rows, routings, counters = maker.residual(num_rows), maker.routings(num_rows), maker.counters()
-    activated, room = expert_gate_up(rows, routings[0], maker.experts()[0], EPS), maker.room(num_rows)
-
-    def run(routed: RoutedRows, weights: ExpertWeights) -> Tensor:
+        activated = expert_gate_up(rows, routed, weights, EPS)
         return expert_down(activated, routed, weights, rows.values, room, counters).scaled
 
-    return _over_layers(maker, "expert_down", run, routings, rows_per_expert=maker.shape.inner)
-
-
-def _over_layers(maker: Maker, kernel: str, run, routings: list[RoutedRows], rows_per_expert: int) -> Piece:
-    pairs = [(routed, weights) for routed in routings for weights in maker.experts()]
+    pairs = [(routed, weights) for routed in maker.routings(num_rows) for weights in maker.experts()]
     if maker.only_once:
         pairs = pairs[:1]
-    experts = float(np.mean([count_distinct(routed) + 1 for routed, _ in pairs]))
-    num_bytes = experts * rows_per_expert * maker.shape.hidden * maker.dtype.itemsize
-    return Piece(kernel, [lambda pair=pair: run(*pair) for pair in pairs], num_bytes)
+    read = float(np.mean([count_distinct(routed) + 1 for routed, _ in pairs]))
+    num_bytes = read * 3 * maker.shape.inner * maker.shape.hidden * maker.dtype.itemsize
+    return Piece(kernel, [partial(run, *pair) for pair in pairs], num_bytes)
 
 
 # The largest share of a forward first: a search that runs out of time has found what matters most.
 PIECES: dict[str, Callable[[Maker, int], Piece]] = {
-    "expert_gate_up": _experts_start,
+    "expert_gate_up": partial(_experts, "expert_gate_up"),
     "gated_delta_inputs": _producer,
-    "expert_down": _experts_end,
+    "expert_down": partial(_experts, "expert_down"),
     "gated_norm_linear": _gated_delta_end,
     "wide_norm_linear": _output_head,
     "router": _router,

@@ -1,6 +1,7 @@
 """Tries tiles of every kernel for few rows at the shapes of Qwen3.6-35B-A3B, weights cold, and prints the best.
 
     python -m benchmarks.tune_tiles --seconds 300 --output benchmarks/results/tiles_h200.json
+    python -m benchmarks.tune_tiles --seconds 90 --kernels expert_gate_up expert_down --output tiles.json   (a minute)
 
 Three rounds: how the weight is cut; warps and stages of the best cuts; starting while the kernel before ends, of the
 best of those. Each round compiles all its tiles in parallel processes, then times them one by one (replays of a graph
@@ -16,14 +17,15 @@ import multiprocessing
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
-from itertools import chain, pairwise, product
+from dataclasses import asdict, dataclass, field
+from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
 
 from benchmarks.environment import describe_environment
 from benchmarks.tile_pieces import PIECES, TINY, Maker, Piece, Shape
+from benchmarks.tile_space import cuts, overlaps, pipelines
 from hf_hybridspec.kernels.dispatch import use_kernels
 from hf_hybridspec.kernels.tiles import TILES, Tile, use_tiles
 
@@ -31,13 +33,8 @@ BANDWIDTH = 4.3e12
 # Rows at which a piece is tuned, and at which its best tiles are compared at the end.
 TUNED_ROWS = {"expert_gate_up": (1, 6), "expert_down": (1, 6), "router": (1, 8), "choose_experts": (1, 8)}
 COMPARED_ROWS = (1, 6, 16)
-# Without 16 rows, 512 columns and 8 warps: among the best of no piece when the norm was still in the loops.
-ROWS, COLUMNS, SPLITS = (32, 64, 128), (64, 128, 256), (4, 8)
-WARPS, STAGES = (2, 4), (3, 4, 6)
-SPLIT_KERNELS = ("gated_norm_linear", "gated_linear", "router")
 # A graph repeats its calls until it lasts about this long, so that a time is not one of launching graphs.
 CALLS_A_GRAPH = 24
-SHARED_MEMORY = 227 * 1024
 # Relative difference from the table's tile that another order of the sums explains.
 LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
 
@@ -92,41 +89,6 @@ class Run:
         }
         self.output.parent.mkdir(parents=True, exist_ok=True)
         self.output.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def cuts(kernel: str) -> list[Tile]:
-    """Round 1: rows, columns and splits; those of the table first."""
-    table = TILES[kernel]
-    if kernel == "choose_experts":
-        return [table]
-    columns = (table.block_k,) if kernel == "gated_norm_linear" else COLUMNS
-    splits = SPLITS if kernel in SPLIT_KERNELS else (1,)
-    tiles = [
-        replace(table, block_n=block_n, block_k=block_k, splits=parts, num_stages=4)
-        for block_n, block_k, parts in product(ROWS, columns, splits)
-    ]
-    return [table, *(tile for tile in tiles if tile != table and fits(kernel, tile))]
-
-
-def pipelines(kernel: str, tile: Tile) -> list[Tile]:
-    """Round 2: warps and stages of one cut."""
-    stages = (tile.num_stages,) if kernel == "choose_experts" else STAGES
-    tiles = [replace(tile, num_warps=warps, num_stages=count) for warps, count in product(WARPS, stages)]
-    return [other for other in tiles if other != tile and fits(kernel, other)]
-
-
-def overlaps(tile: Tile) -> list[Tile]:
-    """Round 3: starting early, with and without asking for weights, and not."""
-    tiles = [replace(tile, overlaps=False, prefetch=0)]
-    tiles += [replace(tile, overlaps=True, prefetch=prefetch) for prefetch in (0, 1, 4)]
-    return [other for other in tiles if other != tile]
-
-
-def fits(kernel: str, tile: Tile) -> bool:
-    """Whether the stages of a tile fit the shared memory, and its columns are not split to nothing."""
-    weights = 2 if kernel == "expert_gate_up" else 1
-    columns = tile.block_k * (weights * tile.block_n + 2 * 16) * 2
-    return columns * max(1, tile.num_stages - 1) <= SHARED_MEMORY and tile.block_n * tile.block_k <= 128 * 256
 
 
 _compiling: dict[Shape, Maker] = {}
@@ -248,10 +210,14 @@ def search(run: Run, names: list[str]) -> None:
     def best_of(job: tuple[str, int], count: int) -> list[Tile]:
         return [tile for _, tile in run.found.get(job, [])[:count]]
 
+    def starts(job: tuple[str, int]) -> list[Tile]:
+        """The two best tiles of a piece: of one number of rows, or the best of each."""
+        return best_of(job, 1 if job[0] in TUNED_ROWS else 2)
+
     rounds = (
-        (0.35, lambda job: cuts(job[0])),
-        (0.6, lambda job: [new for tile in best_of(job, 2) for new in pipelines(job[0], tile)]),
-        (0.75, lambda job: [new for tile in best_of(job, 2) for new in overlaps(tile)]),
+        (0.45, lambda job: cuts(job[0])),
+        (0.7, lambda job: [new for tile in starts(job) for new in pipelines(job[0], tile)]),
+        (0.85, lambda job: [new for tile in starts(job) for new in overlaps(job[0], tile)]),
     )
     for number, (share, candidates) in enumerate(rounds, start=1):
         compiled = compile_all(run, {job: candidates(job) for job in jobs})

@@ -92,7 +92,7 @@ def test_the_search_keeps_right_tiles_and_chooses_the_fastest(monkeypatch, tmp_p
     good, wrong = Tile(16, 16, splits=2), Tile(32, 16)
     monkeypatch.setattr(tune_tiles, "cuts", lambda kernel: [TILES[kernel], good, wrong])
     monkeypatch.setattr(tune_tiles, "pipelines", lambda kernel, tile: [])
-    monkeypatch.setattr(tune_tiles, "overlaps", lambda tile: [])
+    monkeypatch.setattr(tune_tiles, "overlaps", lambda kernel, tile: [])
     monkeypatch.setattr(tune_tiles, "timed", lambda piece, tile, replays: 1.0 if tile == good else 2.0)
     is_right = tune_tiles.is_right
     monkeypatch.setattr(
