@@ -46,11 +46,7 @@ def cuts(kernel: str) -> list[Tile]:
     found = [table]
     for block_n, block_k, splits in product(space.rows, space.columns, space.splits):
         tile = replace(table, block_n=block_n, block_k=block_k, splits=splits)
-        # As many stages as leave room for a second program.
-        stages = [
-            count for count in space.stages if count <= 4 and 2 * held_bytes(kernel, tile, count) <= SHARED_MEMORY
-        ]
-        tile = replace(tile, num_stages=max(stages, default=min(space.stages)))
+        tile = replace(tile, num_stages=_first_stages(kernel, tile, space.stages))
         if tile not in found and fits(kernel, tile):
             found.append(tile)
     return found
@@ -81,6 +77,13 @@ def fits(kernel: str, tile: Tile) -> bool:
     """Whether the stages of a tile fit the shared memory, and one step the registers."""
     entries = _weight_rows(kernel, tile) * tile.block_k
     return held_bytes(kernel, tile, tile.num_stages) <= SHARED_MEMORY and entries <= MOST_ENTRIES
+
+
+def _first_stages(kernel: str, tile: Tile, stages: tuple[int, ...]) -> int:
+    """Up to four that leave room for a second program, but three if they fit at all: two read nothing ahead."""
+    roomy = [count for count in stages if count <= 4 and 2 * held_bytes(kernel, tile, count) <= SHARED_MEMORY]
+    ahead = [count for count in stages if count == 3 and held_bytes(kernel, tile, count) <= SHARED_MEMORY]
+    return max(roomy + ahead, default=min(stages))
 
 
 def _weight_rows(kernel: str, tile: Tile) -> int:

@@ -210,14 +210,10 @@ def search(run: Run, names: list[str]) -> None:
     def best_of(job: tuple[str, int], count: int) -> list[Tile]:
         return [tile for _, tile in run.found.get(job, [])[:count]]
 
-    def starts(job: tuple[str, int]) -> list[Tile]:
-        """The two best tiles of a piece: of one number of rows, or the best of each."""
-        return best_of(job, 1 if job[0] in TUNED_ROWS else 2)
-
     rounds = (
         (0.45, lambda job: cuts(job[0])),
-        (0.7, lambda job: [new for tile in starts(job) for new in pipelines(job[0], tile)]),
-        (0.85, lambda job: [new for tile in starts(job) for new in overlaps(job[0], tile)]),
+        (0.7, lambda job: [new for tile in best_of(job, 2) for new in pipelines(job[0], tile)]),
+        (0.85, lambda job: [new for tile in best_of(job, 2) for new in overlaps(job[0], tile)]),
     )
     for number, (share, candidates) in enumerate(rounds, start=1):
         compiled = compile_all(run, {job: candidates(job) for job in jobs})
