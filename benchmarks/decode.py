@@ -22,11 +22,11 @@ import torch
 
 from benchmarks.environment import describe_environment
 from benchmarks.forward_pieces import forward_bytes
-from benchmarks.full_target import random_target, target_config
-from benchmarks.fused_drafter import FULL_SIZE, floor_bytes
+from benchmarks.full_pair import device_and_dtype, random_pair
+from benchmarks.fused_drafter import floor_bytes
 from benchmarks.round_session import Session
 from benchmarks.scripted_forward import ExpertScript, ScriptedForward
-from benchmarks.simulated_parts import SimulatedAcceptance, SimulatedDrafter
+from benchmarks.simulated_parts import SimulatedAcceptance, SimulatedDrafter, Trace
 from benchmarks.transformers_decode import measure_baseline
 from hf_hybridspec.calibration.profile import CalibrationProfile
 from hf_hybridspec.calibration.rounds import RoundArrays, read_rounds
@@ -35,17 +35,12 @@ from hf_hybridspec.generation.device_round import GreedyAcceptance
 from hf_hybridspec.generation.length_policies import Full
 from hf_hybridspec.generation.round_graphs import EagerRounds, RoundGraphs
 from hf_hybridspec.generation.statistics import GenerationStatistics
-from hf_hybridspec.modeling.dflash import DFlashConfig, DFlashDrafter
 from hf_hybridspec.modeling.fused_drafter import FusedDrafter
-from hf_hybridspec.modeling.target import input_embedding, text_config
+from hf_hybridspec.modeling.target import text_config
 
 BANDWIDTH = 4.3e12
 SIMULATED = Path(__file__).parent / "simulated"
 NUM_VARIANTS = 32
-TINY_DRAFTER = {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "mask_token_id": 511, "num_target_layers": 4, "target_layer_ids": [0, 2],
-}  # fmt: skip
 GATE_TOKENS = 24
 
 
@@ -54,7 +49,7 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace):
         self.arguments, self.started = arguments, time.monotonic()
-        self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        self.device, _ = device_and_dtype()
         self.rounds = RoundArrays.of(read_rounds(arguments.rounds)[1])
         self.policy = HybridSpec(CalibrationProfile.load(arguments.profile), is_guarded=False)
         self.report = {
@@ -82,19 +77,10 @@ class Bench:
     # --- Phases -------------------------------------------------------------------------------------------------
 
     def build(self) -> None:
-        arguments = self.arguments
-        config = target_config(arguments.tiny, arguments.layers)
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        self.model = random_target(config, self.device, dtype)
-        sizes = TINY_DRAFTER if arguments.tiny else FULL_SIZE
-        if arguments.layers is not None:
-            taps = [tap for tap in sizes["target_layer_ids"] if tap < arguments.layers - 1]
-            sizes = sizes | {"num_target_layers": arguments.layers, "target_layer_ids": taps}
-        torch.manual_seed(0)
-        with self.device:
-            drafter = DFlashDrafter(DFlashConfig(**sizes, block_size=16)).to(self.device, dtype).eval()
-        self.drafter = drafter.bind(input_embedding(self.model), self.model.get_output_embeddings(), self.model.config)
-        self.save("model", {"layers": config.num_hidden_layers, "dtype": str(dtype)})
+        self.model, self.drafter = random_pair(self.arguments.tiny, self.arguments.layers)
+        layers = text_config(self.model).num_hidden_layers
+        self.trace = Trace(self.rounds, self.drafter.num_draft_tokens, self.device)
+        self.save("model", {"layers": layers, "dtype": str(self.model.dtype)})
 
     def sessions(self) -> None:
         """Buffers for plain decoding and for both kinds of routing; the first capture compiles the kernels as well."""
@@ -110,9 +96,9 @@ class Bench:
             drafter = None
             if name != "ar":
                 fused = FusedDrafter(self.drafter, context + room)
-                drafter = SimulatedDrafter(fused, self.rounds, script)
+                drafter = SimulatedDrafter(fused, self.trace, script)
             session = Session(self.model, forward, drafter, context, room)
-            acceptance = GreedyAcceptance() if name == "ar" else SimulatedAcceptance(self.rounds, self.device)
+            acceptance = GreedyAcceptance() if name == "ar" else SimulatedAcceptance(self.trace)
             captures[name] = round(session.prepare(self.policy, acceptance), 2)
             self.all[name], self.forwards[name] = session, forward
         self.save("capture_seconds", {"first": captures["ar"] + captures["scripted"], "each": captures})
@@ -186,7 +172,7 @@ class Bench:
         """Capturing again with all kernels compiled: what a second process pays, whose compiled kernels are cached."""
         session = self.all["scripted"]
         executor = RoundGraphs(self.device) if self.device.type == "cuda" else EagerRounds()
-        acceptance = SimulatedAcceptance(self.rounds, self.device)
+        acceptance = SimulatedAcceptance(self.trace)
         self.save("capture_seconds_compiled", round(session.prepare(self.policy, acceptance, executor), 2))
         session.prepare(self.policy, acceptance)
 

@@ -25,11 +25,17 @@ from benchmarks.h200_summary import FILES, write_summary
 from hf_hybridspec.calibration.profile import write_atomically
 
 PARTS = "h200_parts.json"
+POLICIES, RATIOS = "policies_h200.json", "policies_summary.json"
+# Part -> its file.
+OUTPUTS = FILES | {"policies_h200": POLICIES}
+# Longest times. Parts that watch the clock themselves are told to begin nothing new after three quarters of theirs.
+SECONDS = {"gated_delta_rule": 300, "target_forward": 400, "decode": 600, "policies_h200": 400}
 # Sizes of a dry run.
 TINY = {
     "gated_delta_rule": ("--tiny", "--replays", "2", "--lengths", "2"),
     "target_forward": ("--tiny", "--replays", "2", "--contexts", "32", "--lengths", "1", "4", "--seconds", "6"),
     "decode": ("--tiny", "--tokens", "40", "--context", "40", "--repeats", "1"),
+    "policies_h200": ("--tiny", "--count", "3", "--context", "40", "--repeats", "1"),
 }
 
 
@@ -53,22 +59,26 @@ class PartReport:
 
 def parts(options: argparse.Namespace) -> list[Part]:
     """The parts, those that matter most first."""
-    peers = () if options.peers is None else ("--peers", str(options.peers))
-    workers = () if options.tiny else ("--workers", str(min(8, os.cpu_count() or 1)))
-    forward = ("--seconds", str(min(300.0, options.seconds / 3)))
-    baselines = () if options.tiny else ("--baselines", "eager", "static")
-    chosen = [
-        Part("gated_delta_rule", (*peers, *workers), 300),
-        Part("target_forward", forward, 400),
-        Part("decode", ("--tokens", "512", "--repeats", "3", *baselines), 600),
-    ]
-    if options.tiny:
-        chosen = [Part(part.name, TINY[part.name], part.seconds) for part in chosen]
+    sizes = TINY if options.tiny else _full_sizes(options.seconds)
+    given: dict[str, tuple[str, ...]] = {}
+    if options.peers is not None:
+        given["gated_delta_rule"] = ("--peers", str(options.peers))
+    if options.rounds is not None:
+        given["policies_h200"] = ("--rounds", str(options.rounds), "--summary", str(options.output / RATIOS))
     return [
-        Part(part.name, (*part.options, "--output", str(options.output / FILES[part.name])), part.seconds)
-        for part in chosen
-        if part.name in options.parts
+        Part(name, (*sizes[name], *given.get(name, ()), "--output", str(options.output / file)), SECONDS[name])
+        for name, file in OUTPUTS.items()
+        if name in options.parts and (name in given or name != "policies_h200")
     ]
+
+
+def _full_sizes(seconds: float) -> dict[str, tuple[str, ...]]:
+    return {
+        "gated_delta_rule": ("--workers", str(min(8, os.cpu_count() or 1))),
+        "target_forward": ("--seconds", str(min(SECONDS["target_forward"], seconds) * 0.75)),
+        "decode": ("--tokens", "512", "--repeats", "3", "--baselines", "eager", "static"),
+        "policies_h200": ("--seconds", str(min(SECONDS["policies_h200"], seconds) * 0.75)),
+    }
 
 
 def run_part(part: Part, seconds: float, commit: str | None) -> PartReport:
@@ -123,7 +133,10 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if not options.tiny and not torch.cuda.is_available():
         parser.exit(2, "This benchmark needs a CUDA device; none was found. --tiny runs anywhere.\n")
+    # Parts run in the folder of the project.
     options.output = options.output.resolve()
+    options.rounds = options.rounds and options.rounds.resolve()
+    options.peers = options.peers and options.peers.resolve()
     options.output.mkdir(parents=True, exist_ok=True)
     failed = [report.name for report in run_all(options) if report.outcome == "failed"]
     if failed:

@@ -1,6 +1,7 @@
 """Rounds over a full-size target on buffers of their own, run again and again from the same start."""
 
 import time
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -13,10 +14,20 @@ from benchmarks.simulated_parts import SimulatedDrafter
 from hf_hybridspec.generation.device_round import DeviceRound, RoundParts
 from hf_hybridspec.generation.emission import Emission
 from hf_hybridspec.generation.round_graphs import EagerRounds, RoundGraphs
-from hf_hybridspec.generation.round_loop import HostSide, Launches, run_ahead
+from hf_hybridspec.generation.round_loop import ROUNDS_AHEAD, HostSide, Launches, run_ahead, wait_for_record
 from hf_hybridspec.generation.statistics import GenerationStatistics
+from hf_hybridspec.kernels.round_steps import MAX_ROWS
 from hf_hybridspec.modeling.block_state import BlockState
 from hf_hybridspec.modeling.fused_drafter import FusedDrafter
+
+
+@dataclass(frozen=True)
+class CountedRounds:
+    """Seconds of all rounds together, and by round the rows verified and the tokens emitted."""
+
+    seconds: float
+    lengths: list[int]
+    emitted: list[int]
 
 
 class Session:
@@ -71,6 +82,22 @@ class Session:
         seconds = time.perf_counter() - start
         self._synchronize()
         return seconds, host.statistics, emission.input_ids[0, 1:].tolist()
+
+    def run_rounds(self, num_rounds: int) -> CountedRounds:
+        """So many rounds of one sequence, which has room for them."""
+        self._rewind()
+        self.rounds.start(1, (num_rounds + 1) * MAX_ROWS, [], 0)
+        launch = self.launches.drafting or self.launches.plain
+        records, launched = [], 0
+        self._synchronize()
+        start = time.perf_counter()
+        for number in range(1, num_rounds + 1):
+            while launched < min(num_rounds, number + ROUNDS_AHEAD):
+                launch()
+                launched += 1
+            records.append(wait_for_record(self.rounds, number))
+        seconds = time.perf_counter() - start
+        return CountedRounds(seconds, [one.length for one in records], [len(one.tokens) for one in records])
 
     def idle_fraction(self, num_tokens: int) -> float | None:
         """Share of the time between launches in which the device waits for the host; None without a GPU."""

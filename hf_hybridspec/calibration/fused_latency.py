@@ -1,7 +1,7 @@
 """The two small latencies of the routing correction, on the kernels that captured rounds run (HybridSpec, A.2).
 
 `latency.py` measures the same of the eager modules. On a GPU a work is captured several times over, so that what is
-timed is long against the launch of a graph; elsewhere it is called as often.
+timed is long against the launch of a graph.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from .capture import Prompt
 from .latency import slope
 
 # Works of one captured graph.
-TIMES = 8
+TIMES_CAPTURED = 8
 
 
 def fused_stage0_row(target: PreTrainedModel, prompt: Prompt, num_rows: int) -> float:
@@ -37,7 +37,7 @@ def stage0_row_seconds(forward: FusedForward, state: BlockState, num_rows: int) 
     tokens = torch.arange(num_rows, device=device)
     offset = torch.zeros(1, dtype=torch.int64, device=device)
     works = {length: partial(forward.stage0, tokens[:length], offset, state) for length in range(2, num_rows + 1)}
-    return slope({length: repeated(work, device) for length, work in works.items()}, device) / TIMES
+    return slope({length: repeated(work, device) for length, work in works.items()}, device) / num_times(device)
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ def expert_seconds(forward: FusedForward, num_rows: int) -> float:
         layers = [_ExpertLayer(forward, block, num_rows, num_different) for block in blocks]
         distinct = sum(layer.num_distinct for layer in layers) / len(layers)
         runs[distinct] = repeated(partial(_run_all, layers), device)
-    return slope(runs, device) / (TIMES * len(blocks))
+    return slope(runs, device) / (num_times(device) * len(blocks))
 
 
 class _ExpertLayer:
@@ -85,15 +85,15 @@ def _run_all(layers: list[_ExpertLayer]) -> None:
         layer.run()
 
 
-def repeated(work: Callable[[], object], device: torch.device) -> Callable[[], None]:
-    """What runs a work TIMES times: on a GPU one captured graph, warmed up, elsewhere the work itself."""
+def num_times(device: torch.device) -> int:
+    """How often `repeated` runs a work."""
+    return TIMES_CAPTURED if device.type == "cuda" else 1
 
-    def run() -> None:
-        for _ in range(TIMES):
-            work()
 
+def repeated(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """What runs a work `num_times` over: on a GPU one captured graph, warmed up, elsewhere the work itself."""
     if device.type != "cuda":
-        return run
+        return work
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -101,5 +101,6 @@ def repeated(work: Callable[[], object], device: torch.device) -> Callable[[], N
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run()
+        for _ in range(num_times(device)):
+            work()
     return graph.replay

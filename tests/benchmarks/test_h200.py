@@ -113,6 +113,15 @@ def test_a_dry_run_measures_and_summarises(tmp_path, monkeypatch):
     assert found["ar_ms"] is None and "decode_h200.json is missing" in found["missing"]["ar_ms"]
 
 
+def test_policies_are_measured_where_their_rounds_are_given(monkeypatch, tmp_path, records):
+    records = records | {"policies_h200": {}}
+    commands = Commands(records)
+    run(monkeypatch, commands, tmp_path, "--rounds", str(tmp_path / "rounds.jsonl"))
+    name, words, _ = commands.seen[-1]
+    assert name == "policies_h200" and words[words.index("--rounds") + 1] == str(tmp_path / "rounds.jsonl")
+    assert words[words.index("--summary") + 1] == str(tmp_path / "policies_summary.json")
+
+
 class Commands:
     """Stands in for subprocess.run; `outcomes` says by part what happens, else the part succeeds with its file."""
 
