@@ -91,20 +91,33 @@ def _choose_kernel(
 
 
 @triton.jit
-def _expert_at(top_k_index, slots, i_p, o_r, m_r, stride_sr, stride_se, TOP_K: tl.constexpr):
-    """The expert of a place from 1 on, its position in each row's top-k, and whether no earlier row selected it.
+def _load_slots(slots, i_e, o_r, m_r, stride_sr, stride_se):
+    """`[rows]`, an expert's position in each row's top-k, -1 where the row did not select it.
 
-    Read from the L2 cache, since a kernel that overlaps may read the routing before it waits.
+    The routing comes from the L2 cache, since a kernel that overlaps may read it before it waits.
     """
-    i_e = tl.load(top_k_index + i_p - 1, cache_modifier=".cg").to(tl.int64)
     p_slots = slots + i_e * stride_se + o_r * stride_sr
-    b_slots = tl.load(p_slots, mask=m_r, other=-1, cache_modifier=".cg").to(tl.int32)
+    return tl.load(p_slots, mask=m_r, other=-1, cache_modifier=".cg").to(tl.int32)
+
+
+@triton.jit
+def _expert_at(top_k_index, slots, i_p, o_r, m_r, stride_sr, stride_se, TOP_K: tl.constexpr):
+    """The expert of a place from 1 on, and whether no earlier row selected it."""
+    i_e = tl.load(top_k_index + i_p - 1, cache_modifier=".cg").to(tl.int64)
     i_r = (i_p - 1) // TOP_K
     is_first = i_r == 0
-    # The first row's places are sure: their weights are asked for before the positions have come.
+    # The first row's places are sure: their weights are asked for at once, before any position is known.
     if i_r > 0:
-        is_first = tl.max(tl.where(o_r < i_r, b_slots, -1), axis=0) < 0
-    return i_e, b_slots, is_first
+        b_slots = _load_slots(slots, i_e, o_r, m_r & (o_r < i_r), stride_sr, stride_se)
+        is_first = tl.max(b_slots, axis=0) < 0
+    return i_e, is_first
+
+
+@triton.jit
+def _weight_tile(p_weight, o_n, o_k, stride_n, stride_k, m_n, m_k):
+    """As `load_tile`, of one expert, whose entries are fewer than 2^31."""
+    p_tile = p_weight + (o_n[:, None] * stride_n + o_k[None, :] * stride_k)
+    return tl.load(p_tile, mask=m_n[:, None] & m_k[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -122,29 +135,33 @@ def _gate_up_kernel(
         prefetch_rows(shared_gate_up, o_n, 0, stride_vn, stride_vk, SHARED, H, PREFETCH, OVERLAPS)
         prefetch_rows(shared_gate_up, SHARED + o_n, 0, stride_vn, stride_vk, 2 * SHARED, H, PREFETCH, OVERLAPS)
     wait_for_previous(OVERLAPS)
-    p_weight, p_out, o_out, m_out, is_wanted = shared_gate_up, shared_out, o_r, m_r, i_p == 0
+    p_weight, i_e, is_wanted = shared_gate_up, tl.full([], 0, tl.int64), i_p == 0
     if i_p > 0:
-        i_e, b_slots, is_wanted = _expert_at(top_k_index, slots, i_p, o_r, m_r, stride_sr, stride_se, TOP_K)
-        p_weight, p_out, o_out, m_out = gate_up + i_e * stride_we, routed_out, o_r * TOP_K + b_slots, b_slots >= 0
+        i_e, is_wanted = _expert_at(top_k_index, slots, i_p, o_r, m_r, stride_sr, stride_se, TOP_K)
+        p_weight = gate_up + i_e * stride_we
     if is_wanted:
         let_next_start(OVERLAPS and EARLY)
         size = tl.where(i_p == 0, SHARED, INNER)
         stride_n, stride_k = tl.where(i_p == 0, stride_vn, stride_wn), tl.where(i_p == 0, stride_vk, stride_wk)
         b_squares = load_squares(squares, o_r, m_r, PARTS, PADDED, SMALL)
+        b_slots = _load_slots(slots, i_e, o_r, m_r, stride_sr, stride_se)
         m_n = o_n < size
         b_gate, b_up = tl.zeros([SMALL, BN], tl.float32), tl.zeros([SMALL, BN], tl.float32)
         for i_k in range(tl.cdiv(H, BK)):
             o_k = i_k * BK + tl.arange(0, BK)
             m_k = o_k < H
-            b_gate_weight = load_tile(p_weight, o_n, o_k, stride_n, stride_k, m_n, m_k)
+            b_gate_weight = _weight_tile(p_weight, o_n, o_k, stride_n, stride_k, m_n, m_k)
             # Up rows follow the gate rows.
-            b_up_weight = load_tile(p_weight, size + o_n, o_k, stride_n, stride_k, m_n, m_k)
+            b_up_weight = _weight_tile(p_weight, size + o_n, o_k, stride_n, stride_k, m_n, m_k)
             b_rows = load_tile(rows, o_r, o_k, stride_xn, stride_xk, m_r, m_k)
             b_gate = multiply_add(b_rows, b_gate_weight, b_gate, PRECISION)
             b_up = multiply_add(b_rows, b_up_weight, b_up, PRECISION)
         let_next_start(OVERLAPS and not EARLY)
         b_rstd = inverse_rms(b_squares, eps, H)[:, None]
         b_out = swiglu(b_gate * b_rstd, b_up * b_rstd, rows.dtype.element_ty)
+        p_out, o_out, m_out = shared_out, o_r, m_r
+        if i_p > 0:
+            p_out, o_out, m_out = routed_out, o_r * TOP_K + b_slots, b_slots >= 0
         tl.store(p_out + o_out[:, None] * size + o_n[None, :], b_out, mask=m_out[:, None] & m_n[None, :])
 
 
@@ -160,41 +177,44 @@ def _down_kernel(
     i_n, i_p = tl.program_id(0), tl.program_id(1)
     o_r, o_n = tl.arange(0, SMALL), i_n * BN + tl.arange(0, BN)
     m_r, m_n = o_r < num_rows, o_n < H
-    # The routing is read before the wait: the kernel before this one has waited for it. The shared expert's position
-    # in every row is that after the top-k.
-    p_weight, p_rows, p_factor, o_source, is_wanted = shared_down, shared_in, shared_gate, o_r, i_p == 0
-    b_slots = tl.where(m_r, TOP_K, -1)
+    # The routing is read before the wait: the kernel before this one has waited for it.
+    p_weight, i_e, is_wanted = shared_down, tl.full([], 0, tl.int64), i_p == 0
     if i_p > 0:
-        i_e, b_slots, is_wanted = _expert_at(top_k_index, slots, i_p, o_r, m_r, stride_sr, stride_se, TOP_K)
-        p_weight, p_rows, p_factor, o_source = (
-            down + i_e * stride_we, routed_in, top_k_weights, o_r * TOP_K + b_slots
-        )  # fmt: skip
+        i_e, is_wanted = _expert_at(top_k_index, slots, i_p, o_r, m_r, stride_sr, stride_se, TOP_K)
+        p_weight = down + i_e * stride_we
     if is_wanted:
-        m_member = b_slots >= 0
-        b_factor = tl.load(p_factor + o_source, mask=m_member, other=0.0, cache_modifier=".cg")
         size = tl.where(i_p == 0, SHARED, INNER)
         stride_n, stride_k = tl.where(i_p == 0, stride_vn, stride_wn), tl.where(i_p == 0, stride_vk, stride_wk)
         STEPS: tl.constexpr = (max(INNER, SHARED) + BK - 1) // BK
-        b_sum = tl.zeros([SMALL, BN], tl.float32)
         if STEPS == 1:
-            # All weights at once, on their way while this program waits for the rows.
+            # All weights at once, on their way while this program finds its rows and waits for them.
             o_k = tl.arange(0, BK)
             m_k = o_k < size
-            b_weight = load_tile(p_weight, o_n, o_k, stride_n, stride_k, m_n, m_k)
-            wait_for_previous(OVERLAPS)
-            let_next_start(OVERLAPS and EARLY)
+            b_weight = _weight_tile(p_weight, o_n, o_k, stride_n, stride_k, m_n, m_k)
+        else:
+            prefetch_rows(p_weight, o_n, 0, stride_n, stride_k, H, min(INNER, SHARED), PREFETCH, OVERLAPS)
+
+        # The shared expert's position in every row is that after the top-k.
+        p_rows, p_factor, o_source, b_slots = shared_in, shared_gate, o_r, tl.where(m_r, TOP_K, -1)
+        if i_p > 0:
+            b_slots = _load_slots(slots, i_e, o_r, m_r, stride_sr, stride_se)
+            p_rows, p_factor, o_source = routed_in, top_k_weights, o_r * TOP_K + b_slots
+        m_member = b_slots >= 0
+        b_factor = tl.load(p_factor + o_source, mask=m_member, other=0.0, cache_modifier=".cg")
+
+        b_sum = tl.zeros([SMALL, BN], tl.float32)
+        wait_for_previous(OVERLAPS)
+        let_next_start(OVERLAPS and EARLY)
+        if STEPS == 1:
             b_rows = load_tile(p_rows, o_source, o_k, size, 1, m_member, m_k)
             # Changes nothing, but keeps the weights' way through shared memory behind the loads of the rows.
             b_weight = tl.where(m_k[None, :], b_weight, 0.0)
             b_sum = multiply_add(b_rows, b_weight, b_sum, PRECISION)
         else:
-            prefetch_rows(p_weight, o_n, 0, stride_n, stride_k, H, min(INNER, SHARED), PREFETCH, OVERLAPS)
-            wait_for_previous(OVERLAPS)
-            let_next_start(OVERLAPS and EARLY)
             for i_k in range(STEPS):
                 o_k = i_k * BK + tl.arange(0, BK)
                 m_k = o_k < size
-                b_weight = load_tile(p_weight, o_n, o_k, stride_n, stride_k, m_n, m_k)
+                b_weight = _weight_tile(p_weight, o_n, o_k, stride_n, stride_k, m_n, m_k)
                 b_rows = load_tile(p_rows, o_source, o_k, size, 1, m_member, m_k)
                 b_sum = multiply_add(b_rows, b_weight, b_sum, PRECISION)
         let_next_start(OVERLAPS and not EARLY)
