@@ -28,7 +28,7 @@ from benchmarks.round_session import Session
 from benchmarks.scripted_forward import ExpertScript, ScriptedForward
 from benchmarks.simulated_parts import SimulatedAcceptance, SimulatedDrafter, Trace
 from benchmarks.transformers_decode import measure_baseline
-from hf_hybridspec.calibration.profile import CalibrationProfile
+from hf_hybridspec.calibration.profile import CalibrationProfile, write_atomically
 from hf_hybridspec.calibration.rounds import RoundArrays, read_rounds
 from hf_hybridspec.generation.adaptive_policies import HybridSpec
 from hf_hybridspec.generation.device_round import GreedyAcceptance
@@ -65,8 +65,8 @@ class Bench:
         """Adds what a phase has found and writes the report."""
         self.report[phase] = found
         self.report["seconds"] = round(time.monotonic() - self.started, 1)
-        self.arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        self.arguments.output.write_text(json.dumps(self.report, indent=1) + "\n")
+        # It may be ended in any moment by whoever runs it.
+        write_atomically(self.arguments.output, json.dumps(self.report, indent=1) + "\n")
         print(f"[{self.report['seconds']:.0f} s] {phase}: {json.dumps(found)}", flush=True)
 
     @property
