@@ -187,10 +187,12 @@ def _down_kernel(
         stride_n, stride_k = tl.where(i_p == 0, stride_vn, stride_wn), tl.where(i_p == 0, stride_vk, stride_wk)
         STEPS: tl.constexpr = (max(INNER, SHARED) + BK - 1) // BK
         if STEPS == 1:
-            # All weights at once, on their way while this program finds its rows and waits for them.
-            o_k = tl.arange(0, BK)
-            m_k = o_k < size
+            # All weights at once, on their way while this program finds its rows and waits for them; in two halves,
+            # which follow one another through the same shared memory.
+            o_k, o_late = tl.arange(0, BK // 2), BK // 2 + tl.arange(0, BK // 2)
+            m_k, m_late = o_k < size, o_late < size
             b_weight = _weight_tile(p_weight, o_n, o_k, stride_n, stride_k, m_n, m_k)
+            b_weight_late = _weight_tile(p_weight, o_n, o_late, stride_n, stride_k, m_n, m_late)
         else:
             prefetch_rows(p_weight, o_n, 0, stride_n, stride_k, H, min(INNER, SHARED), PREFETCH, OVERLAPS)
 
@@ -207,9 +209,13 @@ def _down_kernel(
         let_next_start(OVERLAPS and EARLY)
         if STEPS == 1:
             b_rows = load_tile(p_rows, o_source, o_k, size, 1, m_member, m_k)
-            # Changes nothing, but keeps the weights' way through shared memory behind the loads of the rows.
+            b_rows_late = load_tile(p_rows, o_source, o_late, size, 1, m_member, m_late)
+            # These two masks change nothing, but keep a half's way through shared memory behind what precedes them.
             b_weight = tl.where(m_k[None, :], b_weight, 0.0)
             b_sum = multiply_add(b_rows, b_weight, b_sum, PRECISION)
+            b_rows_late = tl.where(m_late[None, :], b_rows_late, 0.0)
+            b_weight_late = tl.where(m_late[None, :], b_weight_late, 0.0)
+            b_sum = multiply_add(b_rows_late, b_weight_late, b_sum, PRECISION)
         else:
             for i_k in range(STEPS):
                 o_k = i_k * BK + tl.arange(0, BK)
@@ -281,8 +287,8 @@ def expert_down(
     tile, (num_rows, top_k) = tile_of("expert_down"), routed.top_k_index.shape
     hidden, inner, shared = residual.shape[1], weights.down.shape[2], weights.shared_down.shape[1]
     num_tiles = triton.cdiv(hidden, tile.block_n)
-    # Not wider than there are columns.
-    block_k = min(tile.block_k, max(16, triton.next_power_of_2(max(inner, shared))))
+    # Not wider than there are columns; half of one step holds 16 or more.
+    block_k = max(32, min(tile.block_k, triton.next_power_of_2(max(inner, shared))))
     partial = residual.new_empty(num_rows, top_k + 1, hidden, dtype=torch.float32)
     if counters is None:
         counters = torch.zeros(num_tiles, dtype=torch.int32, device=residual.device)
