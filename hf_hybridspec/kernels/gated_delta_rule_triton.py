@@ -1,11 +1,15 @@
 """Gated delta rule over a block in Triton: one compiled kernel per number of rows, one launch per commit.
 
-Verify: one program per (value-head tile, value head, sequence). It loads its `[K, BV]` tile of the state first, and
-while that is on its way builds the n x n system from the keys. Rows are padded to a tile of 16, the smallest of the
-tensor cores: up to 8 rows, keys and queries share one (keys in rows 0..7, queries in rows 8..15), so that one product
-reads the state and one gives K K^T and Q K^T; from 9 rows on each has its own. Products take the rows as they came
-and are scaled by the inverse norms afterwards: a bf16 row stays exact on the tensor cores, where the fp32 state is
-the sum of two bf16 tiles (16 bits of mantissa).
+Verify: one program per (value-head tile, value head, sequence). It loads its `[K, BV]` tile of the state first and
+splits it into the operands of its products before it waits for the rows. Rows are padded to a tile of 16, the least
+that tensor cores take: up to 8 rows, keys and queries share one (keys in rows 0..7, queries in rows 8..15), so that
+one product reads the state and one gives K K^T and Q K^T; from 9 rows on each has its own. Products take the rows as
+they came and are scaled by the inverse norms afterwards: a bf16 row stays exact on the tensor cores, where the fp32
+state is the difference of two bf16 tiles (16 bits of mantissa).
+
+A warp owns 8 columns of the tile and solves for them by itself: what follows the first products is held as
+`[BV / 8, 16, 8]`, and matrices of rows as `[BV / 8, 16, 16]`, one copy a warp, so that no product, sum or change of
+layout crosses warps. Shared memory and barriers are left for rows, K K^T and Q K^T, values, and stores.
 
 H Z = R (HybridSpec, section on GDN kernels) is solved by products alone. With X = I - H strictly lower triangular,
 B its 4 x 4 diagonal blocks and C, F the rest of its 8 x 8 diagonal blocks and what lies outside them:
@@ -42,73 +46,117 @@ PADDED_ROWS = 16
 
 @dataclass(frozen=True)
 class Tile:
-    """Columns of the state that one program holds, and the warps that hold them."""
+    """Columns of the state that one program holds, and the warps that hold them.
+
+    Attributes:
+        max_registers: of a thread. Given where a compiler left to itself spills or loads late to use fewer.
+    """
 
     block_v: int
     num_warps: int
+    max_registers: int | None = None
 
 
 # Measured on sm_90 at K = V = 128 beside tiles of 16 and 64 columns: benchmarks/NOTES.md.
-VERIFY_TILE = Tile(block_v=32, num_warps=4)
+VERIFY_TILE = Tile(block_v=32, num_warps=4, max_registers=224)
 COMMIT_TILE = Tile(block_v=32, num_warps=4)
-# Of the solve and of what it feeds, with 16-bit activations: states within 2e-6 of fp32 products even for keys nearly
-# alike, and up to a tenth faster than "tf32x3". fp32 activations take "ieee".
-HALF_PRECISION = "bf16x3"
+# Columns of a warp: the width of the tensor cores' results.
+WARP_COLUMNS = 8
+# Of the solve and of what it feeds, with 16-bit activations; fp32 activations take "ieee". Three bf16 products of the
+# halves of both factors, as "bf16x3", but the high halves are cut off and not rounded: a quarter fewer instructions.
+HALF_PRECISION = "split"
 # Of the rank-m update, for all activations: within 4e-7 of fp32 products and twice as fast.
 COMMIT_PRECISION = "tf32x3"
 
 
 @triton.jit
+def _split(b_tile):
+    """An fp32 tile as the difference of two bf16 tiles, within 2^-16 of it."""
+    b_high = (b_tile.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return b_high.to(tl.bfloat16), (b_high - b_tile).to(tl.bfloat16)
+
+
+@triton.jit
+def _product(b_left, b_right, b_sum, PRECISION: tl.constexpr):
+    """b_sum + b_left b_right for fp32 tiles."""
+    if PRECISION == "split":
+        b_left_high, b_left_low = _split(b_left)
+        b_right_high, b_right_low = _split(b_right)
+        b_small = tl.dot(b_left_high, b_right_low, tl.dot(b_left_low, b_right_high))
+        # Subtracted, so that the two sums do not wait for each other.
+        b_sum = tl.dot(b_left_high, b_right_high, b_sum) - b_small
+    else:
+        b_sum = tl.dot(b_left, b_right, b_sum, input_precision=PRECISION)
+    return b_sum
+
+
+@triton.jit
 def _solve(b_x, b_right, N: tl.constexpr, SMALL: tl.constexpr, PRECISION: tl.constexpr):
-    """(I - X)^-1 times `[16, BV]` rows, for strictly lower triangular `[16, 16]` X whose rows from N on are zero."""
+    """(I - X)^-1 times `[C, 16, 8]` rows, for strictly lower triangular `[C, 16, 16]` X, zero in rows from N on."""
     o_n = tl.arange(0, SMALL)
-    m_block = (o_n[:, None] // 4) == (o_n[None, :] // 4)
+    m_block = ((o_n[:, None] // 4) == (o_n[None, :] // 4))[None]
     if N > 1:
         b_rest = tl.where(m_block, 0.0, b_x)
         if N > 4:
             b_x = tl.where(m_block, b_x, 0.0)
-            b_update = b_rest + tl.dot(b_x, b_rest, input_precision=PRECISION)
+            b_update = _product(b_x, b_rest, b_rest, PRECISION)
         if N > 2:
-            b_square = tl.dot(b_x, b_x, input_precision=PRECISION)
-        b_right += tl.dot(b_x, b_right, input_precision=PRECISION)
+            b_square = _product(b_x, b_x, tl.zeros_like(b_x), PRECISION)
+        b_right = _product(b_x, b_right, b_right, PRECISION)
         if N > 4:
-            b_update += tl.dot(b_square, b_update, input_precision=PRECISION)
+            b_update = _product(b_square, b_update, b_update, PRECISION)
         if N > 2:
-            b_right += tl.dot(b_square, b_right, input_precision=PRECISION)
+            b_right = _product(b_square, b_right, b_right, PRECISION)
         if N > 4:
-            m_half = (o_n[:, None] // 8) == (o_n[None, :] // 8)
+            m_half = ((o_n[:, None] // 8) == (o_n[None, :] // 8))[None]
             b_near = tl.where(m_half, b_update, 0.0)
             if N > 8:
                 b_far = tl.where(m_half, 0.0, b_update)
-                b_far += tl.dot(b_near, b_far, input_precision=PRECISION)
-            b_right += tl.dot(b_near, b_right, input_precision=PRECISION)
+                b_far = _product(b_near, b_far, b_far, PRECISION)
+            b_right = _product(b_near, b_right, b_right, PRECISION)
             if N > 8:
-                b_right += tl.dot(b_far, b_right, input_precision=PRECISION)
+                b_right = _product(b_far, b_right, b_right, PRECISION)
     return b_right
 
 
 @triton.jit
-def _masked_rows(b_rows, m_rows):
-    """`[16, BK]` rows, zero where masked, and each row's squared L2 norm, with the host's epsilon."""
-    # Masked here and not by the load: the copy to shared memory follows the mask, and so all loads of the kernel.
-    b_rows = tl.where(m_rows, b_rows, 0.0).to(b_rows.dtype)
-    b_wide = b_rows.to(tl.float32)
-    return b_rows, tl.sum(b_wide * b_wide, axis=1) + 1e-6
+def _split_state(b_state, m_state, dtype: tl.constexpr):
+    """The tile of the state as the operands of its products with rows of `dtype`; one is not used but for bf16."""
+    # Masked here and not by the load, which keeps the split in front of the copy to shared memory.
+    b_state = tl.where(m_state, b_state, 0.0)
+    b_high, b_low = b_state, b_state
+    if dtype == tl.bfloat16:
+        b_high, b_low = _split(b_state)
+    return b_high, b_low
 
 
 @triton.jit
-def _read_state(b_rows, b_state):
-    """`[16, BV]` fp32 product of rows and state."""
+def _read_state(b_rows, b_high, b_low, COLUMNS: tl.constexpr):
+    """`[C, 16, 8]` fp32 product of rows and state, by the columns of each warp."""
     if b_rows.dtype == tl.bfloat16:
-        b_high = b_state.to(tl.bfloat16)
-        b_low = (b_state - b_high.to(tl.float32)).to(tl.bfloat16)
-        b_read = tl.dot(b_rows, b_high) + tl.dot(b_rows, b_low)
+        b_read = tl.dot(b_rows, b_high) - tl.dot(b_rows, b_low)
     elif b_rows.dtype == tl.float16:
         # Exact in tf32, unlike the state, which fp16 could not hold.
-        b_read = tl.dot(b_rows.to(tl.float32), b_state, input_precision="tf32")
+        b_read = tl.dot(b_rows.to(tl.float32), b_high, input_precision="tf32")
     else:
-        b_read = tl.dot(b_rows, b_state, input_precision="ieee")
-    return b_read
+        b_read = tl.dot(b_rows, b_high, input_precision="ieee")
+    return tl.permute(tl.reshape(b_read, (b_read.shape[0], b_read.shape[1] // COLUMNS, COLUMNS)), (1, 0, 2))
+
+
+@triton.jit
+def _copies(b_matrix, COPIES: tl.constexpr):
+    """`[C, 16, 16]` copies of a `[1, 16, 16]` matrix."""
+    return tl.broadcast_to(b_matrix, (COPIES, b_matrix.shape[1], b_matrix.shape[2]))
+
+
+@triton.jit
+def _copy_for_each_warp(b_matrix, COPIES: tl.constexpr):
+    """`[C, 16, 16]` copies of a `[1, 16, 16]` fp32 matrix, held as the products of the solve hold their results.
+
+    A compiler takes the layout of what is computed from them from here: this adds a product of zeros.
+    """
+    b_zero = tl.zeros([COPIES, b_matrix.shape[1], b_matrix.shape[2]], tl.bfloat16)
+    return tl.dot(b_zero, b_zero, _copies(b_matrix, COPIES))
 
 
 @triton.jit
@@ -125,87 +173,106 @@ def _verify_kernel(
     stride_cb, stride_cn, stride_ch,
     scale,
     HV: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    SMALL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAPS: tl.constexpr, SETTLED: tl.constexpr,
+    SMALL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr, SETTLED: tl.constexpr,
 ):  # fmt: skip
     i_v, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_k = i_h // GROUP
     # Row of the block and whether it is a query's, for each row of the tile.
     PACKED: tl.constexpr = N <= SMALL // 2
     HALF: tl.constexpr = SMALL // 2 if PACKED else SMALL
-    o_n, o_r = tl.arange(0, SMALL), tl.arange(0, SMALL) % HALF
+    COPIES: tl.constexpr = BV // COLUMNS
+    o_n, o_r, o_copy = tl.arange(0, SMALL), tl.arange(0, SMALL) % HALF, tl.arange(0, COPIES)
     m_query = o_n >= HALF
     o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     m_k, m_v = o_k < K, o_v < V
     m_n, m_r = o_n < N, o_r < N
-    m_nv = m_n[:, None] & m_v[None, :]
+    # Rows to load: those that do not exist are the last one, which costs no predicate, and are masked in the end.
+    o_first, o_last = tl.minimum(o_r, N - 1), tl.minimum(o_n, N - 1)
+    # The tile's columns by warp and column, and the keys' elements that this program stores.
+    o_row = o_n[None, :, None]
+    o_column = i_v * BV + o_copy[:, None, None] * COLUMNS + tl.arange(0, COLUMNS)[None, None, :]
+    o_part = (i_v * GROUP + i_h % GROUP) * COPIES + o_copy[:, None, None]
+    o_part = o_part * PART + tl.arange(0, PART)[None, None, :]
+    m_value = m_n[None, :, None] & (o_column < V)
+    m_part = m_n[None, :, None] & (o_part < K)
+    m_same = (o_n[:, None] == o_n[None, :])[None]
 
-    # 1. The state tile first: everything up to its use runs while it is on its way.
+    # 1. The state tile first. All that does not need rows is done while the kernel before this one ends.
     if not SETTLED:
         wait_for_previous(OVERLAPS)
     p_state = state + i_b * stride_sb + i_h.to(tl.int64) * stride_sh
     p_state += o_k[:, None] * stride_sk + o_v[None, :] * stride_sv
-    b_state = tl.load(p_state, mask=m_k[:, None] & m_v[None, :], other=0.0)
+    m_state = m_k[:, None] & m_v[None, :]
+    b_high, b_low = _split_state(tl.load(p_state, mask=m_state), m_state, query.dtype.element_ty)
+
+    p_key = key + i_b * stride_kb + i_k * stride_kh + o_first[:, None] * stride_kn + o_k[None, :] * stride_kd
+    p_query = query + i_b * stride_qb + i_k * stride_qh + o_first[:, None] * stride_qn + o_k[None, :] * stride_qd
+    p_part = key + i_b * stride_kb + i_k * stride_kh + o_last[None, :, None] * stride_kn + o_part * stride_kd
+    p_value = value + i_b * stride_vb + i_h * stride_vh + o_last[None, :, None] * stride_vn + o_column * stride_vd
+    p_step = log_decay + i_b * stride_gb + i_h * stride_gh + o_first[None, :] * stride_gn
+    p_beta = beta + i_b * stride_bb + i_h * stride_bh + o_last[None, :] * stride_bn
+    p_output = output + ((i_b * N + o_r[None, :, None]) * HV + i_h) * V + o_column
+    p_z = factor_z + i_b * stride_zb + i_h * stride_zh + o_row * stride_zn + o_column * stride_zd
+    p_k = factor_k + i_b * stride_fb + i_k * stride_fh + o_row * stride_fn + o_part * stride_fd
+    p_g = factor_g + i_b * stride_cb + i_h * stride_ch + o_copy[:, None] * 0 + o_n[None, :] * stride_cn
+    m_output = ((m_query & m_r) if PACKED else m_n)[None, :, None] & (o_column < V)
     if SETTLED:
         wait_for_previous(OVERLAPS)
     let_next_start(OVERLAPS)
 
-    p_key = key + i_b * stride_kb + i_k * stride_kh + o_r[:, None] * stride_kn + o_k[None, :] * stride_kd
-    p_query = query + i_b * stride_qb + i_k * stride_qh + o_r[:, None] * stride_qn + o_k[None, :] * stride_qd
-    m_rows = m_r[:, None] & m_k[None, :]
+    # All loads before the first use. Rows are masked after the load and not by it: the copy to shared memory follows
+    # the mask, and so all loads.
     if PACKED:
-        b_query = tl.load(tl.where(m_query[:, None], p_query, p_key), mask=m_rows)
+        b_key = tl.load(tl.where(m_query[:, None], p_query, p_key), mask=m_k[None, :])
     else:
-        b_key = tl.load(p_key, mask=m_rows)
-        b_query = tl.load(p_query, mask=m_rows)
-    p_gate = log_decay + i_b * stride_gb + i_h * stride_gh
-    # One number at a time: the sums then need no exchange between threads, in whatever layout they are used.
-    b_g = tl.zeros([SMALL], tl.float32)
-    for i in tl.static_range(N):
-        b_g += tl.where(o_r >= i, tl.load(p_gate + i * stride_gn), 0.0)
-    b_beta = tl.load(beta + i_b * stride_bb + o_n * stride_bn + i_h * stride_bh, mask=m_n, other=0.0).to(tl.float32)
-    p_value = value + i_b * stride_vb + o_n[:, None] * stride_vn + i_h * stride_vh + o_v[None, :] * stride_vd
-    b_value = tl.load(p_value, mask=m_nv, other=0.0).to(tl.float32)
-    b_query, b_query_squares = _masked_rows(b_query, m_rows)
-    if PACKED:
-        b_key, b_key_squares = b_query, b_query_squares
-    else:
-        b_key, b_key_squares = _masked_rows(b_key, m_rows)
-    b_key_scale, b_query_scale = tl.rsqrt(b_key_squares), tl.rsqrt(b_query_squares) * scale
+        b_key = tl.load(p_key, mask=m_k[None, :])
+        b_query = tl.load(p_query, mask=m_k[None, :])
+    b_value = tl.load(p_value, mask=o_column < V, other=0.0)
+    b_step = tl.load(p_step)
+    b_beta = tl.load(p_beta).to(tl.float32)
+    b_part = tl.load(p_part, mask=o_part < K)
+    if not PACKED:
+        b_query = tl.where(m_k[None, :], b_query, 0.0).to(query.dtype.element_ty)
+    b_key = tl.where(m_k[None, :], b_key, 0.0).to(key.dtype.element_ty)
 
-    # 2. Gamma o K K^T and Gamma o Q K^T, with the exponents of later rows masked before they can overflow.
-    m_seen = (o_r[:, None] >= o_n[None, :]) & m_n[None, :]
-    b_gamma = tl.exp(tl.where(m_seen, b_g[:, None] - b_g[None, :], float("-inf")))
+    # 2. K K^T, Q K^T, and K and Q by the state.
     b_keys = tl.trans(b_key)
-    b_attend = b_gamma * tl.dot(b_query, b_keys, input_precision="ieee")
-    b_overlap = b_attend
+    b_overlap = tl.dot(b_key, b_keys, input_precision="ieee")
     if not PACKED:
-        b_overlap = b_gamma * tl.dot(b_key, b_keys, input_precision="ieee")
-    m_before = (o_n[:, None] > o_n[None, :]) & m_n[:, None]
+        b_attend = tl.dot(b_query, b_keys, input_precision="ieee")
+    b_overlap = _copy_for_each_warp(b_overlap[None], COPIES)
+    b_read = _read_state(b_key, b_high, b_low, COLUMNS)
+    b_squares = tl.sum(tl.where(m_same, b_overlap, 0.0), axis=2) + 1e-6
+    if PACKED:
+        b_attend, b_output, b_query_squares = b_overlap, b_read, b_squares
+    else:
+        b_attend = _copies(b_attend[None], COPIES)
+        b_output = _read_state(b_query, b_high, b_low, COLUMNS)
+        b_wide = b_query.to(tl.float32)
+        b_query_squares = (tl.sum(b_wide * b_wide, axis=1) + 1e-6)[None]
+    b_key_scale, b_query_scale = tl.rsqrt(b_squares), tl.rsqrt(b_query_squares) * scale
+
+    # 3. Gamma, with the exponents of later rows masked before they can overflow. A row's sum of decays is the same
+    # number wherever it is used.
+    m_until = ((o_r[:, None] >= o_n[None, :]) & m_n[None, :])[None]
+    b_g = tl.sum(_copy_for_each_warp(tl.where(m_until, b_step[:, None, :], 0.0), COPIES), axis=2)
+    tl.store(p_k, b_part * b_key_scale[:, :, None], mask=m_part)
+    tl.store(p_g, b_g, mask=(o_copy[:, None] + i_v == 0) & m_n[None, :])
+    b_g_column = tl.sum(tl.where(m_same, b_g[:, :, None], 0.0), axis=1)
+    b_gamma = tl.exp(tl.where(m_until, b_g[:, :, None] - b_g_column[:, None, :], float("-inf")))
+
+    # 4. Equations 3 and 10, for the rows of Z times their keys' inverse norms.
+    m_before = ((o_n[:, None] > o_n[None, :]) & m_n[:, None])[None]
     b_strength = b_beta * b_key_scale
-    b_system = tl.where(m_before, -(b_strength * b_key_scale)[:, None] * b_overlap, 0.0)
-
-    # 3. Equations 3 and 10, for the rows of Z times their keys' inverse norms.
-    b_decay = tl.exp(b_g)
-    b_output = b_decay[:, None] * _read_state(b_query, b_state)
-    b_read = b_output
-    if not PACKED:
-        b_read = b_decay[:, None] * _read_state(b_key, b_state)
-    b_right = tl.where(m_n[:, None], b_strength[:, None] * (b_value - b_key_scale[:, None] * b_read), 0.0)
+    b_system = tl.where(m_before, -(b_strength * b_key_scale)[:, :, None] * (b_gamma * b_overlap), 0.0)
+    b_decay = tl.exp(b_g)[:, :, None]
+    b_right = b_value.to(tl.float32) - b_key_scale[:, :, None] * (b_decay * b_read)
+    b_right = tl.where(m_n[None, :, None], b_strength[:, :, None] * b_right, 0.0)
     b_z = _solve(b_system, b_right, N, SMALL, PRECISION)
-    b_output = (b_output + tl.dot(b_attend, b_z, input_precision=PRECISION)) * b_query_scale[:, None]
-    b_z *= tl.sqrt(b_key_squares)[:, None]
-
-    m_output = ((m_query & m_r) if PACKED else m_n)[:, None] & m_v[None, :]
-    p_output = output + ((i_b * N + o_r[:, None]) * HV + i_h) * V + o_v[None, :]
+    b_output = _product(b_gamma * b_attend, b_z, b_decay * b_output, PRECISION) * b_query_scale[:, :, None]
     tl.store(p_output, b_output.to(output.dtype.element_ty), mask=m_output)
-    p_z = factor_z + i_b * stride_zb + o_n[:, None] * stride_zn + i_h * stride_zh + o_v[None, :] * stride_zd
-    tl.store(p_z, b_z, mask=m_nv)
-    if i_v == 0:
-        tl.store(factor_g + i_b * stride_cb + o_n * stride_cn + i_h * stride_ch, b_g, mask=m_n)
-        if i_h % GROUP == 0:
-            p_k = factor_k + i_b * stride_fb + o_n[:, None] * stride_fn + i_k * stride_fh + o_k[None, :] * stride_fd
-            tl.store(p_k, b_key.to(tl.float32) * b_key_scale[:, None], mask=m_n[:, None] & m_k[None, :])
+    tl.store(p_z, b_z * tl.sqrt(b_squares)[:, :, None], mask=m_value)
 
 
 @triton.jit(do_not_specialize=["commit_length"])
@@ -266,6 +333,9 @@ def verify_gated_delta_rule(
     num_v_heads, v_dim = value.shape[2:]
     output = value.new_empty(batch, rows, num_v_heads, v_dim)
     block_v = _block_v(VERIFY_TILE, v_dim)
+    # Every program of a key head stores a part of its keys, one warp next to the other.
+    sharers = triton.cdiv(v_dim, block_v) * (num_v_heads // num_k_heads) * (block_v // WARP_COLUMNS)
+    part = triton.next_power_of_2(triton.cdiv(k_dim, sharers))
     with launch_device(value):
         _verify_kernel[(triton.cdiv(v_dim, block_v), num_v_heads, batch)](
             query, key, value, log_decay, beta, recurrent_state, factors.z, factors.k, factors.g, output,
@@ -273,7 +343,7 @@ def verify_gated_delta_rule(
             *recurrent_state.stride(), *factors.z.stride(), *factors.k.stride(), *factors.g.stride(),
             k_dim**-0.5,
             HV=num_v_heads, GROUP=num_v_heads // num_k_heads, N=rows, K=k_dim, V=v_dim,
-            SMALL=PADDED_ROWS, BK=_padded(k_dim), BV=block_v,
+            SMALL=PADDED_ROWS, BK=_padded(k_dim), BV=block_v, COLUMNS=WARP_COLUMNS, PART=part,
             PRECISION="ieee" if value.dtype == torch.float32 else HALF_PRECISION,
             **_launch_options(VERIFY_TILE, value, state_is_settled),
         )  # fmt: skip
@@ -304,7 +374,7 @@ def _launch_options(tile: Tile, tensor: torch.Tensor, settled: bool) -> dict:
     """Warps, and whether the kernel starts while the one before it ends and reads states before it has ended."""
     options = {"num_warps": tile.num_warps, "OVERLAPS": False, "SETTLED": False}
     if tensor.is_cuda and _can_overlap(tensor.device):
-        options |= {"OVERLAPS": True, "SETTLED": settled, "launch_pdl": True}
+        options |= {"OVERLAPS": True, "SETTLED": settled, "launch_pdl": True, "maxnreg": tile.max_registers}
     return options
 
 
