@@ -63,7 +63,7 @@ COMMIT_TILE = Tile(block_v=32, num_warps=4)
 # Columns of a warp: the width of the tensor cores' results.
 WARP_COLUMNS = 8
 # Of the solve and of what it feeds, with 16-bit activations; fp32 activations take "ieee". Three bf16 products of the
-# halves of both factors, as "bf16x3", but the high halves are cut off and not rounded: a quarter fewer instructions.
+# halves of both factors, as "bf16x3", but high halves are cut off instead of rounded, which takes fewer instructions.
 HALF_PRECISION = "split"
 # Of the rank-m update, for all activations: within 4e-7 of fp32 products and twice as fast.
 COMMIT_PRECISION = "tf32x3"

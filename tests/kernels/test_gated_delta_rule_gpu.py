@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 # Relative Frobenius error of (outputs, committed state). The bf16 rounding of an output alone is 1.7e-3.
 LIMITS = {torch.bfloat16: (4.3e-3, 1.7e-3), torch.float16: (4.3e-3, 1.7e-3), torch.float32: (1e-4, 1e-6)}
-# State of 16-bit rows whose keys are nearly alike; measured 1.9e-6 with "bf16x3" and 1.6e-4 with "tf32".
+# State of 16-bit rows whose keys are nearly alike; 3.9e-6 when emulated on a CPU, measured 1.6e-4 with "tf32".
 NEARLY_EQUAL_KEYS = 1e-5
 SHAPE = {"num_k_heads": 16, "num_v_heads": 32, "k_dim": 128, "v_dim": 128, "batch": 1}
 
