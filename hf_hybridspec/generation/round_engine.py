@@ -15,16 +15,15 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..kernels.dispatch import resolve
-from ..modeling import fused_drafter
 from ..modeling.block_buffers import BlockBuffers
 from ..modeling.block_state import BlockState
 from ..modeling.dflash import DFlashDrafter
 from ..modeling.draft_context import DraftContext
 from ..modeling.drafter import Drafter
 from ..modeling.dspark import DSparkDrafter
-from ..modeling.fused_drafter import FusedDrafter
+from ..modeling.fused_drafter import FusedDrafter, fused_drafter_obstacle
 from ..modeling.fused_forward import FusedForward
-from ..modeling.fused_obstacle import fused_obstacle
+from ..modeling.fused_obstacle import fused_target_obstacle
 from ..modeling.hybrid_cache import HybridCache
 from ..modeling.ready import ReadyDrafter
 from ..modeling.target import text_model
@@ -72,7 +71,7 @@ def engine_obstacle(model: PreTrainedModel, drafter: Drafter | None) -> str | No
             return "the reference kernels read lengths on the host"
     if block_buffers_class() is not BlockBuffers:
         return "another verification of the GDN layers was asked for"
-    if obstacle := fused_obstacle(model):
+    if obstacle := fused_target_obstacle(model):
         return obstacle
     return None if drafter is None else drafter_obstacle(drafter)
 
@@ -81,7 +80,7 @@ def drafter_obstacle(drafter: Drafter) -> str | None:
     """Why a bound drafter cannot draft on fixed buffers, as the rest of a sentence, or None."""
     if type(drafter) not in FUSED_DRAFTERS:
         return f"a {type(drafter).__name__} may draft in its own way"
-    return fused_drafter.fused_obstacle(drafter)
+    return fused_drafter_obstacle(drafter)
 
 
 class RoundEngine:

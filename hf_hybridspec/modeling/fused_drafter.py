@@ -30,7 +30,7 @@ FUSED_FAMILIES = ("dflash", "dspark", "ready")
 STATIC_ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 
-def fused_obstacle(drafter: Drafter) -> str | None:
+def fused_drafter_obstacle(drafter: Drafter) -> str | None:
     """Why a bound drafter cannot be a `FusedDrafter`, or None."""
     config, target = drafter.config, drafter.target
     head = drafter.lm_head if config.draft_vocab_size is not None else target.head
@@ -89,12 +89,12 @@ class FusedDrafter:
         num_draft_tokens: D.
 
     Raises:
-        ValueError: `fused_obstacle` names a reason.
+        ValueError: `fused_drafter_obstacle` names a reason.
     """
 
     @torch.no_grad()
     def __init__(self, drafter: Drafter, max_context: int):
-        if obstacle := fused_obstacle(drafter):
+        if obstacle := fused_drafter_obstacle(drafter):
             raise ValueError(f"This drafter cannot run fused: {obstacle}. Use Drafter.propose and Drafter.observe.")
         self.drafter, self.max_context = drafter, max_context
         self.num_draft_tokens = drafter.num_draft_tokens

@@ -19,7 +19,7 @@ from ..kernels.moe_experts import RoutedRows, expert_down, expert_gate_up, route
 from ..kernels.residual_rows import ResidualRows, residual_rows
 from ..kernels.rotary import Rotation, rotary_rows
 from .block_state import AttentionState, BlockState, GatedDeltaState
-from .fused_obstacle import fused_obstacle
+from .fused_obstacle import fused_target_obstacle
 from .fused_weights import AttentionWeights, DenseWeights, GatedDeltaWeights, SparseWeights, fuse_weights
 from .split_forward import VerifiedRows
 
@@ -47,11 +47,11 @@ class FusedForward:
         target_layer_ids: layers whose output is tapped for the drafter, in its order; none without a drafter.
 
     Raises:
-        ValueError: `fused_obstacle` names a reason.
+        ValueError: `fused_target_obstacle` names a reason.
     """
 
     def __init__(self, model: PreTrainedModel, target_layer_ids: tuple[int, ...] = ()):
-        if obstacle := fused_obstacle(model):
+        if obstacle := fused_target_obstacle(model):
             raise ValueError(f"This target cannot run fused: {obstacle}. Use SplitForward.")
         self.weights = fuse_weights(model)
         self.target_layer_ids = target_layer_ids

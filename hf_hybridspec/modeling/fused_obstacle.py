@@ -19,7 +19,7 @@ KNOWN_PACKAGES = ("torch", "transformers", "hf_hybridspec")
 HOST_HOOKS = "transformers.utils.output_capturing"
 
 
-def fused_obstacle(model: PreTrainedModel) -> str | None:
+def fused_target_obstacle(model: PreTrainedModel) -> str | None:
     """The first reason against `fuse_weights` for a supported target, or None."""
     return split_obstacle(model) or next(_reasons(model), None)
 

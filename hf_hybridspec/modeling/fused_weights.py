@@ -99,7 +99,7 @@ class FusedWeights:
 
 @torch.no_grad()
 def fuse_weights(model: PreTrainedModel) -> FusedWeights:
-    """Re-lays the weights of a target for which `fused_obstacle` finds none; calling again costs nothing.
+    """Re-lays the weights of a target for which `fused_target_obstacle` finds none; calling again costs nothing.
 
     Qwen3-Next interleaves the rows of its GDN projections by key head. They stay in that order, and the kernel is told
     where each row lies.

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hf_hybridspec.kernels.dispatch import use_kernels
-from hf_hybridspec.modeling.fused_drafter import FusedDrafter, fused_obstacle
+from hf_hybridspec.modeling.fused_drafter import FusedDrafter, fused_drafter_obstacle
 
 from .drafter_helpers import FULL, HIDDEN, SLIDING, TAPS, YARN, bind, features, make_drafter, observed, states_for
 
@@ -142,7 +142,7 @@ def test_parameters_become_views_of_joined_weights():
 
 
 def test_obstacles():
-    assert fused_obstacle(_drafter("dflash")) is None
+    assert fused_drafter_obstacle(_drafter("dflash")) is None
     reasons = {
         "sublayers that are not fused": ("dflash2", {}),
         "at most 16": ("dflash", {"block_size": 17}),
@@ -154,14 +154,14 @@ def test_obstacles():
         "type gated": ("dspark", {"markov_head_type": "gated"}),
     }
     for reason, (family, changes) in reasons.items():
-        assert reason in fused_obstacle(bind(make_drafter(family, **changes)))
+        assert reason in fused_drafter_obstacle(bind(make_drafter(family, **changes)))
     drafter = bind(make_drafter("dflash").to(torch.bfloat16))
-    assert "dtype" in fused_obstacle(drafter)
+    assert "dtype" in fused_drafter_obstacle(drafter)
     with pytest.raises(ValueError, match="cannot run fused: drafter and target differ"):
         FusedDrafter(drafter, 16)
     drafter = bind(make_drafter("dflash"))
     drafter.target.head.bias = nn.Parameter(torch.zeros(drafter.target.head.out_features))
-    assert "no plain linear layer" in fused_obstacle(drafter)
+    assert "no plain linear layer" in fused_drafter_obstacle(drafter)
 
 
 def test_contexts_that_cannot_be_continued():

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import hf_hybridspec
-from hf_hybridspec.modeling.fused_obstacle import fused_obstacle
+from hf_hybridspec.modeling.fused_obstacle import fused_target_obstacle
 from hf_hybridspec.modeling.fused_weights import fuse_weights, joined
 from hf_hybridspec.modeling.target import text_model
 from tests.support import TARGETS, random_prompt, random_target
@@ -116,7 +116,7 @@ def test_tied_weights_stay_tied():
 
 
 def test_a_target_without_obstacle_has_none(kind):
-    assert fused_obstacle(hf_hybridspec.attach(random_target(kind))) is None
+    assert fused_target_obstacle(hf_hybridspec.attach(random_target(kind))) is None
 
 
 def _wrapped_forward(model):
@@ -189,7 +189,7 @@ def test_obstacles_are_named(change, reason):
     model = random_target("qwen3_5_moe")
     change(model)
     with pytest.raises(AssertionError, match=reason):
-        raise AssertionError(fused_obstacle(model))
+        raise AssertionError(fused_target_obstacle(model))
 
 
 def test_the_hooks_with_which_the_host_collects_outputs_are_none():
@@ -197,11 +197,11 @@ def test_the_hooks_with_which_the_host_collects_outputs_are_none():
     with torch.no_grad():
         model(PROMPT, output_hidden_states=True)
     assert any(module._forward_hooks for module in model.modules())
-    assert fused_obstacle(model) is None
+    assert fused_target_obstacle(model) is None
 
 
 def test_an_adapter_is_an_obstacle():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(random_target("qwen3_5_moe"), config).get_base_model()
-    assert "peft" in fused_obstacle(model)
+    assert "peft" in fused_target_obstacle(model)
