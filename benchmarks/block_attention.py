@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from benchmarks.environment import describe_environment
-from benchmarks.gated_delta_rule import BANDWIDTH, capture, median_times
+from benchmarks.environment import BANDWIDTH, describe_environment, require_gpu
+from benchmarks.gated_delta_rule import capture, median_times
 from hf_hybridspec.kernels.block_attention import HeadNorms, attention_inputs, block_attention
 from hf_hybridspec.kernels.dispatch import use_kernels
 from hf_hybridspec.kernels.tiles import tile_of, use_tiles
@@ -137,8 +137,7 @@ def main() -> None:
         inputs.attend_with_torch(0)
         print(f"relative error {check(inputs):.1e}")
         return
-    if not torch.cuda.is_available():
-        parser.exit(2, "This benchmark needs a CUDA device; none was found. --tiny runs anywhere.\n")
+    require_gpu(parser, False)
     tiles = {
         name: replace(tile_of(name), overlaps=arguments.overlap)
         for name in ("attention_inputs", "block_attention", "combine_attention")

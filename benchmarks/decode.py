@@ -12,23 +12,20 @@ U ~ 8 w^0.66 says. First it is checked that captured rounds emit what the same s
 """
 
 import argparse
-import json
 import statistics
-import time
 from collections import Counter
 from pathlib import Path
 
-import torch
-
-from benchmarks.environment import describe_environment
+from benchmarks.environment import BANDWIDTH, require_gpu
 from benchmarks.forward_pieces import forward_bytes
 from benchmarks.full_pair import device_and_dtype, random_pair
 from benchmarks.fused_drafter import floor_bytes
+from benchmarks.phased_report import PhasedReport
 from benchmarks.round_session import Session
 from benchmarks.scripted_forward import ExpertScript, ScriptedForward
 from benchmarks.simulated_parts import SimulatedAcceptance, SimulatedDrafter, Trace
 from benchmarks.transformers_decode import measure_baseline
-from hf_hybridspec.calibration.profile import CalibrationProfile, write_atomically
+from hf_hybridspec.calibration.profile import CalibrationProfile
 from hf_hybridspec.calibration.rounds import RoundArrays, read_rounds
 from hf_hybridspec.generation.adaptive_policies import HybridSpec
 from hf_hybridspec.generation.device_round import GreedyAcceptance
@@ -38,36 +35,26 @@ from hf_hybridspec.generation.statistics import GenerationStatistics
 from hf_hybridspec.modeling.fused_drafter import FusedDrafter
 from hf_hybridspec.modeling.target import text_config
 
-BANDWIDTH = 4.3e12
 SIMULATED = Path(__file__).parent / "simulated"
 NUM_VARIANTS = 32
 GATE_TOKENS = 24
 
 
-class Bench:
+class Bench(PhasedReport):
     """One target, its drafter, and the report so far."""
 
     def __init__(self, arguments: argparse.Namespace):
-        self.arguments, self.started = arguments, time.monotonic()
+        super().__init__(
+            arguments,
+            "decoding with simulated acceptance: rounds captured, acceptance counts from a record",
+            rounds=str(arguments.rounds.name),
+            tokens=arguments.tokens,
+            context=arguments.context,
+            bandwidth_bytes_per_s=BANDWIDTH,
+        )
         self.device, _ = device_and_dtype()
         self.rounds = RoundArrays.of(read_rounds(arguments.rounds)[1])
         self.policy = HybridSpec(CalibrationProfile.load(arguments.profile), is_guarded=False)
-        self.report = {
-            "what": "decoding with simulated acceptance: rounds captured, acceptance counts from a record",
-            "environment": describe_environment(arguments.commit),
-            "rounds": str(arguments.rounds.name),
-            "tokens": arguments.tokens,
-            "context": arguments.context,
-            "bandwidth_bytes_per_s": BANDWIDTH,
-        }
-
-    def save(self, phase: str, found: object) -> None:
-        """Adds what a phase has found and writes the report."""
-        self.report[phase] = found
-        self.report["seconds"] = round(time.monotonic() - self.started, 1)
-        # It may be ended in any moment by whoever runs it.
-        write_atomically(self.arguments.output, json.dumps(self.report, indent=1) + "\n")
-        print(f"[{self.report['seconds']:.0f} s] {phase}: {json.dumps(found)}", flush=True)
 
     @property
     def _room(self) -> int:
@@ -200,8 +187,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, for a dry run without a GPU")
     parser.add_argument("--commit", help="the commit measured, where the files have no git history")
     arguments = parser.parse_args()
-    if not arguments.tiny and not torch.cuda.is_available():
-        parser.exit(2, "This benchmark needs a CUDA device; none was found. --tiny runs anywhere.\n")
+    require_gpu(parser, arguments.tiny)
     bench = Bench(arguments)
     for phase in (bench.build, bench.sessions, bench.gate, bench.decode, bench.idle, bench.recapture, bench.baselines):
         phase()

@@ -1,5 +1,6 @@
 """What a result was measured on: device, driver, versions, commit. Every results file carries this record."""
 
+import argparse
 import platform
 import subprocess
 from datetime import date
@@ -9,6 +10,8 @@ from pathlib import Path
 import torch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+# Bytes per second of a large read on an H200: the floor of everything that is bound by memory.
+BANDWIDTH = 4.3e12
 
 
 def describe_environment(commit: str | None = None) -> dict[str, str | None]:
@@ -44,3 +47,9 @@ def _output(*command: str) -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return lines[0].strip() if lines else None
+
+
+def require_gpu(parser: argparse.ArgumentParser, is_tiny: bool) -> None:
+    """Ends a benchmark that needs a GPU and finds none, unless its sizes are those of a dry run."""
+    if not is_tiny and not torch.cuda.is_available():
+        parser.exit(2, "This benchmark needs a CUDA device; none was found. --tiny runs without one.\n")

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
 
-from benchmarks.environment import describe_environment
-from benchmarks.gated_delta_rule import BANDWIDTH, capture, median_times
+from benchmarks.environment import BANDWIDTH, describe_environment, require_gpu
+from benchmarks.gated_delta_rule import capture, median_times
 from hf_hybridspec.modeling.dflash import DFlashConfig, DFlashDrafter
 from hf_hybridspec.modeling.drafter import Drafter
 from hf_hybridspec.modeling.dspark import DSparkConfig, DSparkDrafter
@@ -144,8 +144,7 @@ def main() -> None:
             print(f"{family}: {rounds.check():.0%} of the tokens differ")
             rounds.observe()
         return
-    if not torch.cuda.is_available():
-        parser.exit(2, "This benchmark needs a CUDA device; none was found. --tiny runs anywhere.\n")
+    require_gpu(parser, False)
     report = {
         "what": "proposal and observation of a drafter on fixed buffers, CUDA-graph replay, median",
         "floor_bandwidth_bytes_per_s": BANDWIDTH,

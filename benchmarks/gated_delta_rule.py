@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.environment import describe_environment
+from benchmarks.environment import BANDWIDTH, describe_environment, require_gpu
 from benchmarks.gated_delta_comparison import Comparison, Work, verdict
 from benchmarks.gated_delta_layers import DEVICE, LayerRows, Shape, recurrence, relative_error, verify_layers
 from benchmarks.peer_kernels import PeerKernels, load_peers
@@ -33,7 +33,6 @@ from benchmarks.replay import Captured, medians, times_in_turn
 from hf_hybridspec.kernels.dispatch import use_kernels
 from hf_hybridspec.kernels.gated_delta_rule import CompactFactors, commit_gated_delta_rule
 
-BANDWIDTH = 4.3e12
 LENGTHS = (2, 3, 4, 6, 8, 12, 16)
 PARTS = ("round", "verify", "commit")
 # Sets of states that the rounds of a graph take in turn: each has left the cache before it is read again.
@@ -209,8 +208,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small shape; runs on a CPU as well")
     parser.add_argument("--commit", help="the commit measured, where the files have no git history")
     arguments = parser.parse_args()
-    if DEVICE == "cpu" and not arguments.tiny:
-        parser.exit(2, "This benchmark needs a CUDA device; none was found. --tiny runs without one.\n")
+    require_gpu(parser, arguments.tiny)
     torch.manual_seed(0)
     with use_kernels("triton"):
         report = measure(arguments)

@@ -25,7 +25,7 @@ from types import ModuleType
 
 import torch
 
-from benchmarks.environment import describe_environment
+from benchmarks.environment import describe_environment, require_gpu
 from benchmarks.gated_delta_layers import DEVICE, LayerRows, Shape, recurrence, relative_error, verify_layers
 from benchmarks.gated_delta_rule import LIMITS, TINY, capture, median_times, run_part
 from hf_hybridspec.kernels import gated_delta_rule_triton as kernels
@@ -165,8 +165,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small shape; runs on a CPU as well")
     parser.add_argument("--commit", help="the commit measured, where the files have no git history")
     arguments = parser.parse_args()
-    if DEVICE == "cpu" and not arguments.tiny:
-        parser.exit(2, "This benchmark needs a CUDA device; none was found. --tiny runs without one.\n")
+    require_gpu(parser, arguments.tiny)
     torch.manual_seed(0)
     shape, dtype = (TINY, torch.float32) if DEVICE == "cpu" else (Shape(), torch.bfloat16)
     start = time.perf_counter()

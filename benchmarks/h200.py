@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.environment import REPOSITORY, describe_environment
+from benchmarks.environment import REPOSITORY, describe_environment, require_gpu
 from benchmarks.h200_summary import FILES, write_summary
 from hf_hybridspec.calibration.profile import write_atomically
 
@@ -131,8 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, for a dry run without a GPU")
     parser.add_argument("--commit", help="the commit measured, where the files have no git history")
     options = parser.parse_args(arguments)
-    if not options.tiny and not torch.cuda.is_available():
-        parser.exit(2, "This benchmark needs a CUDA device; none was found. --tiny runs anywhere.\n")
+    require_gpu(parser, options.tiny)
     # Parts run in the folder of the project.
     options.output = options.output.resolve()
     options.rounds = options.rounds and options.rounds.resolve()

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from benchmarks.environment import describe_environment
+from benchmarks.environment import describe_environment, require_gpu
 from benchmarks.full_target import random_target, target_config
 from hf_hybridspec import HybridCache
 
@@ -71,8 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny target; runs on a CPU as well")
     parser.add_argument("--commit", help="the commit measured, where the files have no git history")
     options = parser.parse_args(arguments)
-    if not options.tiny and not torch.cuda.is_available():
-        parser.exit(2, "This benchmark needs a CUDA device; none was found. --tiny runs without one.\n")
+    require_gpu(parser, options.tiny)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = target_config(options.tiny, options.layers)
     model = random_target(config, device, torch.bfloat16 if device.type == "cuda" else torch.float32)

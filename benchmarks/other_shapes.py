@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, Qwen3_5TextConfig, Qwen3NextConfig
 
-from benchmarks.environment import describe_environment
+from benchmarks.environment import BANDWIDTH, describe_environment, require_gpu
 from benchmarks.forward_gate import check_layers
 from benchmarks.forward_pieces import forward_bytes
 from benchmarks.full_target import TINY, noisy_cache, random_target
@@ -30,7 +30,6 @@ from hf_hybridspec.generation.round_graphs import EagerRounds
 from hf_hybridspec.modeling.block_state import BlockState
 from hf_hybridspec.modeling.fused_forward import FusedForward
 
-BANDWIDTH = 4.3e12
 LENGTHS = (1, 4, 8, 16)
 CONTEXT, GATED_LAYERS, GATE_TOKENS = 1024, 4, 24
 SHAPES: dict[str, partial[PreTrainedConfig]] = {
@@ -125,8 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes; runs on a CPU as well")
     parser.add_argument("--commit", help="the commit measured, where the files have no git history")
     options = parser.parse_args(arguments)
-    if not options.tiny and not torch.cuda.is_available():
-        parser.exit(2, "This benchmark needs a CUDA device; none was found. --tiny runs without one.\n")
+    require_gpu(parser, options.tiny)
     report: dict = {
         "what": "other shapes through the same engine, random weights, context 1024; gate first",
         "environment": describe_environment(options.commit),

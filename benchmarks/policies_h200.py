@@ -14,15 +14,15 @@ turn, and its time is the median over turns. `--summary` writes the ratios as a 
 import argparse
 import json
 import statistics
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks.environment import describe_environment
+from benchmarks.environment import require_gpu
 from benchmarks.full_pair import device_and_dtype, random_pair
+from benchmarks.phased_report import PhasedReport
 from benchmarks.policy_cells import POLICIES, STATIC_LENGTHS, cell_of, numbers, page, pooled, ratios
 from benchmarks.recorded_rounds import CALIBRATION, OrderedRounds
 from benchmarks.replay import Captured, medians, times_in_turn
@@ -57,32 +57,21 @@ RULES = 16
 MOST_NEAR_TIES = 2
 
 
-class Bench:
+class Bench(PhasedReport):
     """One pair, its recorded rounds, and the report so far."""
 
     def __init__(self, arguments: argparse.Namespace):
-        self.arguments, self.started = arguments, time.monotonic()
+        what = "length policies: every round computed at the full shape, acceptance recorded on a small pair"
+        super().__init__(arguments, what, context=arguments.context)
         self.device, _ = device_and_dtype()
         self.settings, prompts = read_rounds(arguments.rounds)
         self.halves = split([prompt for prompt in prompts if prompt.rounds], arguments.seed)
         self.recorded = OrderedRounds.of(*self.halves, arguments.seed)
         self.kinds = self.recorded.kinds
         self.results: dict[str, dict[str, TraceResult]] = {}
-        self.report = {
-            "what": "length policies: every round computed at the full shape, acceptance recorded on a small pair",
-            "environment": describe_environment(arguments.commit),
-            "context": arguments.context,
-        }
 
     def is_late(self) -> bool:
-        return time.monotonic() > self.started + self.arguments.seconds
-
-    def save(self, phase: str, found: object) -> None:
-        """Adds what a phase has found and writes the report."""
-        self.report[phase] = found
-        self.report["seconds"] = round(time.monotonic() - self.started, 1)
-        write_atomically(self.arguments.output, json.dumps(self.report, indent=1) + "\n")
-        print(f"[{self.report['seconds']:.0f} s] {phase}: {json.dumps(found)[:1500]}", flush=True)
+        return self.elapsed > self.arguments.seconds
 
     # --- Phases -------------------------------------------------------------------------------------------------
 
@@ -246,8 +235,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, for a dry run without a GPU")
     parser.add_argument("--commit", help="the commit measured, where the files have no git history")
     options = parser.parse_args(arguments)
-    if not options.tiny and not torch.cuda.is_available():
-        parser.exit(2, "This benchmark needs a CUDA device; none was found. --tiny runs anywhere.\n")
+    require_gpu(parser, options.tiny)
     return options
 
 

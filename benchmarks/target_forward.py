@@ -14,7 +14,6 @@ whether a row's result depends on w, and what joining the weights costs in memor
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,17 +21,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.environment import describe_environment
+from benchmarks.environment import BANDWIDTH, require_gpu
 from benchmarks.forward_gate import check_layers, row_invariance
 from benchmarks.forward_pieces import Pieces, forward_bytes
 from benchmarks.full_target import model_bytes, noisy_cache, random_target, target_config
+from benchmarks.phased_report import PhasedReport
 from benchmarks.replay import Captured, medians, times_in_turn
 from benchmarks.routed_forward import Capturer, Forward, RoutedForward
 from hf_hybridspec.kernels.tiles import TILES, Tile, use_tiles
 from hf_hybridspec.modeling.block_state import BlockState
 from hf_hybridspec.modeling.target import text_config
 
-BANDWIDTH = 4.3e12
 LENGTHS = (1, 2, 4, 6, 8, 12, 16)
 GATED_LAYERS = 4
 ROUTINGS = ("uniform", "scripted")
@@ -46,31 +45,22 @@ FORWARD_KERNELS = (
 ROOM = 512
 
 
-class Bench:
+class Bench(PhasedReport):
     """One target on one device, and the report so far."""
 
     def __init__(self, arguments: argparse.Namespace):
-        self.arguments, self.started = arguments, time.monotonic()
+        super().__init__(
+            arguments,
+            "one forward of the target (random weights): Stage 0 and Stage 1 of w rows, graph replay, median",
+            bandwidth_bytes_per_s=BANDWIDTH,
+            tiles={name: asdict(tile) for name, tile in arguments.tiles.items()},
+        )
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.lengths = arguments.lengths
-        self.report = {
-            "what": "one forward of the target (random weights): Stage 0 and Stage 1 of w rows, graph replay, median",
-            "environment": describe_environment(arguments.commit),
-            "bandwidth_bytes_per_s": BANDWIDTH,
-            "tiles": {name: asdict(tile) for name, tile in arguments.tiles.items()},
-        }
 
     def is_late(self) -> bool:
-        return time.monotonic() > self.started + self.arguments.seconds
-
-    def save(self, phase: str, found: object) -> None:
-        """Adds what a phase has found and writes the report."""
-        self.report[phase] = found
-        self.report["seconds"] = round(time.monotonic() - self.started, 1)
-        self.arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        self.arguments.output.write_text(json.dumps(self.report, indent=1) + "\n")
-        print(f"[{self.report['seconds']:.0f} s] {phase}: {json.dumps(found)[:1500]}", flush=True)
+        return self.elapsed > self.arguments.seconds
 
     # --- Phases -------------------------------------------------------------------------------------------------
 
@@ -254,8 +244,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny target; runs on a CPU as well")
     parser.add_argument("--commit", help="the commit measured, where the files have no git history")
     arguments = parser.parse_args()
-    if not arguments.tiny and not torch.cuda.is_available():
-        parser.exit(2, "This benchmark needs a CUDA device; none was found. --tiny runs without one.\n")
+    require_gpu(parser, arguments.tiny)
     with use_tiles(arguments.tiles):
         run(Bench(arguments))
 

@@ -23,13 +23,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.environment import describe_environment
+from benchmarks.environment import BANDWIDTH, describe_environment, require_gpu
 from benchmarks.tile_pieces import PIECES, TINY, Maker, Piece, Shape
 from benchmarks.tile_space import cuts, overlaps, pipelines
 from hf_hybridspec.kernels.dispatch import use_kernels
 from hf_hybridspec.kernels.tiles import TILES, Tile, use_tiles
 
-BANDWIDTH = 4.3e12
 # Rows at which a piece is tuned, and at which its best tiles are compared at the end.
 TUNED_ROWS = {"expert_gate_up": (1, 6), "expert_down": (1, 6), "router": (1, 8), "choose_experts": (1, 8)}
 COMPARED_ROWS = (1, 6, 16)
@@ -238,8 +237,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small shapes in fp32 through the interpreter, no GPU")
     parser.add_argument("--commit", help="the commit measured, where the files have no git history")
     arguments = parser.parse_args()
-    if not arguments.tiny and not torch.cuda.is_available():
-        parser.exit(2, "This benchmark needs a CUDA device; none was found. --tiny runs without one.\n")
+    require_gpu(parser, arguments.tiny)
     shape, device = (TINY, "cpu") if arguments.tiny else (Shape(), "cuda")
     dtype = torch.float32 if arguments.tiny else torch.bfloat16
     pool = None

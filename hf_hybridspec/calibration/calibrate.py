@@ -10,7 +10,7 @@ from ..generation.pair_identity import pair_identity
 from ..modeling.drafter import Drafter
 from ..modeling.fused_forward import FusedForward
 from ..modeling.sparse_moe import has_router
-from ..modeling.target import text_config, text_model
+from ..modeling.target import input_embedding, text_config, text_model
 from .acceptance_model import cross_validated, fit_acceptance, predict_prefix
 from .capture import Prompt, capture
 from .fused_latency import expert_seconds, fused_stage0_row
@@ -67,6 +67,7 @@ def calibrate(target: PreTrainedModel, drafter: Drafter, plan: CalibrationPlan) 
     Raises:
         ValueError: no prompt gave a whole round, or the rounds file belongs to another pair.
     """
+    drafter.bind(input_embedding(target), target.get_output_embeddings(), target.config)
     pair = pair_identity(target, drafter)
     file = RoundFile(plan.rounds_path, CaptureSettings(pair, plan.max_new_tokens))
     rounds = RoundArrays.of(capture(target, drafter, plan.prompts, plan.max_new_tokens, file))

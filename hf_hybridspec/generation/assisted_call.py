@@ -166,9 +166,7 @@ class AssistedCall:
         wanted = self.options.decoding_path
         if wanted == "round" or (wanted == "auto" and not are_default(self.model.device)):
             return None
-        run = self._device_call.obstacle(emission)
-        if run is None:
-            run = self._device_call.reserve(stack, self.model._hybridspec.engines, emission)
+        run = self._device_call.reserve(stack, emission)
         if isinstance(run, DeviceRun):
             self.statistics.path = "graphs"
             return run

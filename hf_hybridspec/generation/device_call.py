@@ -76,8 +76,11 @@ class DeviceCall:
             return f"there are {len(emission.stop_tokens)} EOS tokens, at most {MAX_STOP_TOKENS} are watched"
         return self._cache_obstacle(emission) or self._position_obstacle() or self._policy_obstacle()
 
-    def reserve(self, stack: ExitStack, engines: Engines, emission: Emission) -> "DeviceRun | str":
-        """An engine with all that the call needs, its own until `stack` closes, or why there is none."""
+    def reserve(self, stack: ExitStack, emission: Emission) -> "DeviceRun | str":
+        """An engine with all that the call needs, its own until `stack` closes, or why it cannot have one."""
+        if obstacle := self.obstacle(emission):
+            return obstacle
+        engines: Engines = self.model._hybridspec.engines
         capacity = self._rows(emission) + MAX_ROWS
         if engines.failed_capacity is not None and capacity >= engines.failed_capacity:
             return "an earlier call found no room for the graphs"

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..calibration.profile import PairIdentity
 from ..modeling.drafter import Drafter
 from ..modeling.target import text_config
-from .round_engine import FUSED_DRAFTERS, are_default, engine_obstacle
+from .round_engine import are_default, engine_obstacle
 
 # What makes two architectures different in cost or acceptance; names of config attributes.
 SIZES = (
@@ -30,7 +30,7 @@ SAMPLES = 4
 
 
 def pair_identity(target: PreTrainedModel, drafter: Drafter) -> PairIdentity:
-    """The identity of a pair. Reads a few weights of either model."""
+    """The identity of a pair whose drafter is bound. Reads a few weights of either model."""
     return PairIdentity(
         target=str(target.config.name_or_path or type(target).__name__),
         target_fingerprint=_fingerprint(target, text_config(target)),
@@ -44,9 +44,11 @@ def pair_identity(target: PreTrainedModel, drafter: Drafter) -> PairIdentity:
 
 
 def engine_name(target: PreTrainedModel, drafter: Drafter) -> str:
-    """The rounds that `auto` takes where nothing in a call stands against it; a cost of others does not hold."""
-    is_fused = type(drafter) in FUSED_DRAFTERS and engine_obstacle(target, None) is None
-    return "graphs" if are_default(target.device) and is_fused else "eager"
+    """The rounds that `auto` takes with a bound drafter where nothing in a call stands against it.
+
+    A cost of other rounds does not hold.
+    """
+    return "graphs" if are_default(target.device) and engine_obstacle(target, drafter) is None else "eager"
 
 
 def device_name(device: torch.device) -> str:

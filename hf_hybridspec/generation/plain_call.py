@@ -64,10 +64,7 @@ class PlainCall:
             return None
         run = self._host_reason()
         if run is None:
-            call, emission = self._device_call(), self._emission()
-            run = call.obstacle(emission)
-            if run is None:
-                run = call.reserve(stack, self.model._hybridspec.engines, emission)
+            run = self._device_call().reserve(stack, self._emission())
         if isinstance(run, DeviceRun):
             return run
         if wanted == "graphs":

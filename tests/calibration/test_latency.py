@@ -10,6 +10,7 @@ from hf_hybridspec.calibration import calibrate as calibration
 from hf_hybridspec.calibration import fused_latency, latency
 from hf_hybridspec.calibration.calibrate import CalibrationPlan, calibrate
 from hf_hybridspec.calibration.capture import Prompt
+from hf_hybridspec.generation import round_engine
 from hf_hybridspec.generation.pair_identity import pair_identity
 from hf_hybridspec.generation.round_engine import eager_device_rounds
 from hf_hybridspec.modeling.dflash import DFlashDrafter
@@ -72,6 +73,14 @@ def test_eager_rounds_are_timed_on_a_cpu(pair, decoded, monkeypatch, tmp_path):
     assert profile.pair.engine == "eager"
     assert {path for policy, path in decoded if policy != "plain"} == {"round"}
     assert {path for policy, path in decoded if policy == "plain"} == {"auto"}
+
+
+def test_a_drafter_that_cannot_be_captured_is_calibrated_in_eager_rounds(pair, decoded, monkeypatch, tmp_path):
+    monkeypatch.setattr(round_engine, "fused_drafter_obstacle", lambda drafter: "its Markov head is not fused")
+    with eager_device_rounds():
+        profile = profile_of(pair, tmp_path)
+    assert profile.pair.engine == "eager"
+    assert {path for policy, path in decoded if policy != "plain"} == {"round"}
 
 
 def test_no_other_rounds_are_timed_in_place_of_captured_ones(pair, tmp_path):

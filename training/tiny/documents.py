@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DOCUMENT_SEPARATOR = "<|endoftext|>"
+SENTENCE_BREAK = re.compile(r"(?<=[.!?])\s+")
 _TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
 _THINKING = re.compile(r"^<think>\n(.*?)\n?</think>\n\n", re.DOTALL)
 

@@ -19,19 +19,18 @@ from pathlib import Path
 from random import Random
 
 from training.tiny.dialogues import REASONING_REQUEST
-from training.tiny.documents import Dialogue, read_dialogues, read_documents, write_dialogues
+from training.tiny.documents import SENTENCE_BREAK, Dialogue, read_dialogues, read_documents, write_dialogues
 
 OPENING = "The problem says:"
 REQUESTS = ("State the problem in a list.", "Restate this, sentence by sentence.", "List what is said here.")
 # Sources of sentences, by the start of a file's name, and how many documents of each file are read.
 SOURCES = {"chat_gsm": 20_000, "chat_problems": 20_000, "chat_varied": 20_000, "chat_factbook": 4_000, "prose_": 400}
-_SENTENCE = re.compile(r"(?<=[.!?])\s+")
 _NUMBER = re.compile(r"\b\d+\b")
 
 
 def sentences_of(text: str) -> list[str]:
     """The sentences of a text, each on one line."""
-    return [" ".join(sentence.split()) for sentence in _SENTENCE.split(text.strip()) if sentence.strip()]
+    return [" ".join(sentence.split()) for sentence in SENTENCE_BREAK.split(text.strip()) if sentence.strip()]
 
 
 def restatement(question: str) -> str:
@@ -81,7 +80,7 @@ def _short_enough(sentences: list[str]) -> list[str]:
 
 
 def corpus_sentences(train: Path, seed: int) -> list[str]:
-    """Sentences of the corpus's questions, answers and prose, those of extreme length left out."""
+    """Sentences of the corpus's questions and prose, those of extreme length left out."""
     found, rng = [], Random(seed)
     for path in sorted(train.iterdir()):
         limit = next((limit for prefix, limit in SOURCES.items() if path.name.startswith(prefix)), 0)

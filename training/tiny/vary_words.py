@@ -18,11 +18,10 @@ from pathlib import Path
 from random import Random
 
 from training.tiny.dialogues import REASONING_REQUEST
-from training.tiny.documents import Dialogue, read_dialogues, read_documents, write_dialogues
+from training.tiny.documents import SENTENCE_BREAK, Dialogue, read_dialogues, read_documents, write_dialogues
 from training.tiny.problem_words import FORM_WORDS
 
 _WORD = re.compile(r"[A-Za-z]{4,}")
-_SENTENCE = re.compile(r"(?<=[.!?])\s+")
 _DICTIONARY_WORD = re.compile(r"\b[a-z]{4,11}\b")
 
 
@@ -53,9 +52,9 @@ def vary_dialogue(dialogue: Dialogue, other: Dialogue, words: list[str], rng: Ra
     body, request = question, ""
     if question.endswith(REASONING_REQUEST):
         body, request = question[: -len(REASONING_REQUEST)].rstrip(), "\n" + REASONING_REQUEST
-    sentences = _SENTENCE.split(change(body))
+    sentences = SENTENCE_BREAK.split(change(body))
     if len(sentences) > 1 and rng.random() < 1 / 3:
-        foreign = _SENTENCE.split(other.user_turns[0].removesuffix(REASONING_REQUEST).strip())
+        foreign = SENTENCE_BREAK.split(other.user_turns[0].removesuffix(REASONING_REQUEST).strip())
         sentences.insert(rng.randrange(len(sentences) - 1), replacement(words, 0.5, rng)(foreign[0]))
     reply = {key: text if key == "role" else change(text) for key, text in dialogue.messages[-1].items()}
     return replace(dialogue, messages=[{"role": "user", "content": " ".join(sentences) + request}, reply])
