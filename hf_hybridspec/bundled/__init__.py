@@ -8,7 +8,7 @@ from pathlib import Path
 _FOLDER = Path(__file__).parent
 
 # Bundled name -> folder of a checkpoint.
-BUNDLED_MODELS = {name: _FOLDER / name for name in ("tiny", "tiny-dflash")}
+BUNDLED_MODELS = {name: _FOLDER / name for name in ("tiny", "tiny-dflash", "tiny-dspark")}
 
 
 def resolve(name_or_path: str) -> str:

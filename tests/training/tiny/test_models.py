@@ -6,7 +6,9 @@ from transformers import AutoTokenizer, Qwen3_5MoeForCausalLM
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as stock
 
 from hf_hybridspec.bundled import BUNDLED_MODELS, resolve
+from hf_hybridspec.modeling.auto import AutoDrafter
 from hf_hybridspec.modeling.dflash import DFlashDrafter
+from hf_hybridspec.modeling.dspark import DSparkDrafter
 from training.tiny import evaluate, fast_target
 from training.tiny.drafter_run import FeatureStore, tapped_features
 from training.tiny.optimizers import MasterAdamW, orthogonalise, schedule
@@ -165,16 +167,17 @@ def test_schedule_warms_up_and_anneals():
 
 def test_bundled_target_and_drafter_fit_the_limits():
     sizes = [path.stat().st_size for folder in BUNDLED_MODELS.values() for path in folder.iterdir()]
-    assert max(sizes) < 16 * 2**20 and sum(sizes) < 34e6
+    assert max(sizes) < 16 * 2**20 and sum(sizes) < 40e6
     assert resolve("some/repository") == "some/repository"
     target = Qwen3_5MoeForCausalLM.from_pretrained(resolve("tiny"))
     tokenizer = AutoTokenizer.from_pretrained(resolve("tiny"))
     expected = target_config(tokenizer)
     for name in ("hidden_size", "layer_types", "num_experts", "num_experts_per_tok", "vocab_size"):
         assert getattr(target.config, name) == getattr(expected, name)
-    drafter = DFlashDrafter.from_pretrained(resolve("tiny-dflash"))
-    drafter.bind(target.get_input_embeddings(), target.lm_head, target.config)
-    assert drafter.config.mask_token_id == tokenizer.mask_token_id
+    for name, family in (("tiny-dflash", DFlashDrafter), ("tiny-dspark", DSparkDrafter)):
+        drafter = AutoDrafter.from_pretrained(name)
+        drafter.bind(target.get_input_embeddings(), target.lm_head, target.config)
+        assert type(drafter) is family and drafter.config.mask_token_id == tokenizer.mask_token_id
 
 
 def test_heldout_prompts_are_bundled_and_were_not_trained_on():
