@@ -105,7 +105,8 @@ def block_attention(
         query: `[n, Hq, D]`, 1 <= n <= 16; Hq is a multiple of Hkv, query head h reads head h // (Hq / Hkv).
         key_cache, value_cache: `[Hkv, S, D]` in the dtype of `query`, dimension D contiguous. Rows from committed + n
             on are not read.
-        committed: `[1]` int32.
+        committed: `[1]` int32. It and the rows before it must not come from the kernel launched last: they are read
+            while that one ends.
         scale: factor of the scores.
         causal: whether a row sees no later row of its block.
         window: None, or how many positions a row sees in either direction, itself counted.

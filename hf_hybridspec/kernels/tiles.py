@@ -59,10 +59,10 @@ TILES = {
     "dense_gate_up": Tile(block_n=32, block_k=128, num_stages=3),
     "dense_down": Tile(block_n=32, block_k=128, splits=4, num_stages=3),
     # block_n keys in one step, block_k keys in a chunk, which one program reads alone.
-    "block_attention": Tile(block_n=32, block_k=128, num_stages=3, overlaps=True),
-    # One head; block_n chunks in one step.
-    "attention_inputs": Tile(block_n=1, block_k=1, num_warps=2, overlaps=True),
-    "combine_attention": Tile(block_n=16, block_k=1, overlaps=True),
+    "block_attention": Tile(block_n=32, block_k=32, num_stages=3, overlaps=True, prefetch=1),
+    # One head; block_n columns of one. Both by one warp, which needs no barrier.
+    "attention_inputs": Tile(block_n=1, block_k=1, num_warps=1, overlaps=True),
+    "combine_attention": Tile(block_n=16, block_k=1, num_warps=1, overlaps=True),
     # Whole heads.
     "context_inputs": Tile(block_n=1, block_k=128, num_stages=3),
 }

@@ -232,6 +232,39 @@ def test_a_captured_launch_follows_the_length_on_the_device():
         )
 
 
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("num_rows", [1, 6, 16])
+def test_attention_that_overlaps_sees_the_rows_written_just_before(num_rows):
+    _, keys, values, committed = _block((num_rows, 16, 2, 256), 2050, "cuda", torch.bfloat16)
+    projected = torch.randn(num_rows, 2 * 16 * 256 + 2 * 2 * 256, device="cuda").bfloat16()
+    norms = HeadNorms(*torch.ones(2, 256, device="cuda"), is_gated=True)
+    rotation = torch.randn(2, num_rows, 64, device="cuda").bfloat16()
+
+    def run(wait):
+        with use_kernels("triton"):
+            inputs = attention_inputs(projected, norms, *rotation, keys, values, committed, EPS)
+            wait()
+            return block_attention(inputs.query, keys, values, committed, 0.0625)
+
+    run(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        # Twice: the first has the caches warm for the second.
+        outputs = [run(lambda: None), run(lambda: None)]
+    for start in (0, 31, 1000, 2047, 2050):
+        committed.fill_(start)
+        for rows in (keys, values):
+            rows[:, start:] = float("nan")
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = run(torch.cuda.synchronize)
+        assert expected.isfinite().all()
+        assert all(torch.equal(output, expected) for output in outputs), start
+        for rows in (keys, values):
+            rows.normal_()
+
+
 def test_errors_name_what_is_given_and_allowed():
     query, keys, values, committed = _block((2, 4, 2, 16), 3)
     with pytest.raises(ValueError, match="1 to 16 rows"):
