@@ -3,7 +3,7 @@
     git show 2b16362:hf_hybridspec/kernels/gated_delta_rule_triton.py > OLD.py
     python -m benchmarks.gated_delta_variants --beside OLD.py --workers 14 --output VARIANTS.json
 
-A variant is a tile and a precision of verification; `--beside` adds a file of the same kernels at another commit. Each
+A variant is a tile and a precision of verification, or a tile of the commit; `--beside` adds a file of the same kernels at another commit. Each
 is verified and committed once at 2, 8, 12 and 16 rows, on random keys and on keys nearly alike, and dropped at lengths
 where it exceeds its limit; the rest are captured as in `gated_delta_rule.py` and replayed in turn. A verification is
 timed by itself and as part of a round, a commit by itself. `--tiny` takes a small shape and runs without a GPU,
@@ -38,24 +38,26 @@ SETS = 3
 
 @dataclass(frozen=True)
 class Variant:
-    """Kernels of one file with a tile of `VERIFY_TILE`'s fields and a precision; None takes the file's own."""
+    """Kernels of one file with fields of `VERIFY_TILE`, a precision and fields of `COMMIT_TILE`; None: the file's."""
 
     module: ModuleType
     tile: dict[str, int | None] | None = None
     precision: str | None = None
+    commit: dict[str, int | None] | None = None
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """The public functions call this variant."""
-        own, public = (self.module.VERIFY_TILE, self.module.HALF_PRECISION), _functions(kernels)
-        if self.tile is not None:
-            self.module.VERIFY_TILE = replace(own[0], **self.tile)
-        self.module.HALF_PRECISION = self.precision or own[1]
+        module, public = self.module, _functions(kernels)
+        own = module.VERIFY_TILE, module.HALF_PRECISION, module.COMMIT_TILE
+        module.VERIFY_TILE = replace(own[0], **self.tile or {})
+        module.HALF_PRECISION = self.precision or own[1]
+        module.COMMIT_TILE = replace(own[2], **self.commit or {})
         kernels.verify_gated_delta_rule, kernels.commit_gated_delta_rule = _functions(self.module)
         try:
             yield
         finally:
-            self.module.VERIFY_TILE, self.module.HALF_PRECISION = own
+            module.VERIFY_TILE, module.HALF_PRECISION, module.COMMIT_TILE = own
             kernels.verify_gated_delta_rule, kernels.commit_gated_delta_rule = public
 
 
@@ -67,12 +69,14 @@ def variants(beside: Path | None) -> dict[str, Variant]:
     """By name, the adopted one first."""
     found = {
         "adopted": Variant(kernels),
-        "compiler's registers": Variant(kernels, {"max_registers": None}),
         "bf16x3": Variant(kernels, precision="bf16x3"),
         "tf32": Variant(kernels, precision="tf32"),
         "16 columns, 2 warps": Variant(kernels, {"block_v": 16, "num_warps": 2}),
         "64 columns, 8 warps": Variant(kernels, {"block_v": 64, "num_warps": 8}),
     }
+    for columns, warps in ((16, 2), (32, 8), (64, 4), (64, 8), (128, 8)):
+        commit = {"block_v": columns, "num_warps": warps}
+        found[f"commit of {columns} columns, {warps} warps"] = Variant(kernels, commit=commit)
     if beside is not None:
         found["beside"] = Variant(_load(beside))
     return found

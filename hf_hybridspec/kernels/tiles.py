@@ -47,15 +47,15 @@ TILES = {
     "gated_delta_inputs": Tile(block_n=32, block_k=128, overlaps=True, prefetch=1),
     # One step is one head, whose norm it needs.
     "gated_norm_linear": Tile(block_n=128, block_k=128, splits=8, overlaps=True, prefetch=1),
-    "gated_linear": Tile(block_n=128, block_k=128, splits=8, overlaps=True, prefetch=1),
+    "gated_linear": Tile(block_n=128, block_k=128, splits=8, num_stages=6, overlaps=True, prefetch=1),
     # One step a program.
-    "router": Tile(block_n=32, block_k=256, splits=8, overlaps=True, prefetch=1),
+    "router": Tile(block_n=32, block_k=256, splits=4, num_warps=2, overlaps=True, prefetch=1),
     # One row, of one warp.
     "choose_experts": Tile(block_n=1, block_k=1, num_warps=1, overlaps=True),
     # Gate and up rows: a step reads 2 * block_n rows.
     "expert_gate_up": Tile(block_n=32, block_k=128, overlaps=True, prefetch=1),
-    # All columns in one step: a program that overlaps then has its weights before it waits.
-    "expert_down": Tile(block_n=32, block_k=512, overlaps=True),
+    # A program reads all selected experts, `num_stages` at a time; it asks for `prefetch` of them before it waits.
+    "expert_down": Tile(block_n=16, block_k=128, num_stages=6, overlaps=True, prefetch=2),
     "dense_gate_up": Tile(block_n=32, block_k=128, num_stages=3),
     "dense_down": Tile(block_n=32, block_k=128, splits=4, num_stages=3),
     # block_n keys in one step, block_k keys in a chunk, which one program reads alone.
