@@ -118,7 +118,9 @@ def check(stack: Tensor, layers: Tensor, hidden: Tensor, weights: Weights) -> No
     with use_kernels("reference"):
         reference = fused_reader(out, hidden, weights)
     for reader in (fused_reader, eager_reader):
-        torch.testing.assert_close(reader(out, hidden, weights), reference, rtol=2e-2, atol=5e-2)
+        # Rows cancel in places: errors are measured against the whole, bf16 rounds each step by up to 0.004.
+        error = (reader(out, hidden, weights).float() - reference.float()).norm() / reference.float().norm()
+        assert error < 0.02, f"{reader.__name__} differs from the reference by {error:.4f} of its norm"
 
 
 @torch.no_grad()

@@ -3,10 +3,11 @@
 import json
 
 import pytest
+import torch
 
 from training.results import update_results
-from training.tiny.ablations import Row, all_rows
-from training.tiny.export_conversations import conversation
+from training.tiny.ablations import Row, all_rows, part_of
+from training.tiny.export_conversations import conversation, tokenised_rows
 from training.tiny.ready_tables import read_results, write_summary
 
 
@@ -25,6 +26,20 @@ def test_every_ablation_of_the_issue_is_a_row():
     }
     assert {row.table for row in rows[9:]} == {"rank", "state layers", "injection layers", "injection"}
     assert [row.label for row in rows if row.table == "rank"] == ["4", "16", "64"]
+
+
+@pytest.mark.parametrize("parts", [1, 3, 8])
+def test_parts_share_all_rows_out_evenly(parts):
+    rows = list(all_rows())
+    shares = [part_of(rows, f"{i}/{parts}") for i in range(parts)]
+    assert sorted(row.name for share in shares for row in share) == sorted(row.name for row in rows)
+    trained = [sum(bool(row.stages) for row in share) for share in shares]
+    assert max(trained) - min(trained) <= 1
+    # Headline rows come first in every part.
+    assert {share[0].table for share in shares[:6]} == {"headline"}
+    for part in ("8/8", "1", "-1/2", "a/b"):
+        with pytest.raises(ValueError, match="--part must be I/N"):
+            part_of(rows, part)
 
 
 def test_tables_and_headline(tmp_path, capsys):
@@ -69,3 +84,9 @@ def test_rendered_rows_become_conversations():
     assert thinking[1]["value"] == "<think>\nhm\n</think>\n\nyes"
     assert conversation(head + "hm<|im_end|>") is None
     assert conversation(head + "hm\n</think>\n\nyes") is None
+
+
+def test_tokenised_rows_mark_the_answer():
+    assert list(tokenised_rows([(torch.tensor([5, 6, 7]), 2)])) == [
+        {"input_ids": [5, 6, 7], "assistant_mask": [0, 0, 1]}
+    ]

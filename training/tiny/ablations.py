@@ -1,12 +1,14 @@
 """ReaDy's tables on the bundled models: every row trained by train_ready.py, then measured on held-out prompts.
 
-    python -m training.tiny.ablations --dataset runs/answers.jsonl --output runs/ablations --seconds 1500
+    python -m training.tiny.ablations --dataset runs/rows.jsonl --output runs/ablations
     python -m training.tiny.ablations --output runs/ablations --summarise --table docs/ready_ablations.md \\
         --results benchmarks/results/ready_summary.json
 
 Rows that are finished are skipped, so the same command goes on where it was stopped; `--seconds` ends the run before a
-row that would not fit. The headline rows (DSpark, DSpark + FT, ReaDy) come first, with three seeds; `ft` and ReaDy see
-the same samples and as many steps. Acceptance is real: rounds along the target's own greedy answers (`training.walk`).
+row that would not fit, and `--part I/N` shares the rows out over N processes (I from 0, other arguments the same). The
+headline rows (DSpark, DSpark + FT, ReaDy) come first, with three seeds; `ft` and ReaDy see the same samples and as
+many steps. Acceptance is real: rounds along the target's own greedy answers (`training.walk`), in float32. The answers
+are made first (`--rows` with no pattern makes them alone) and kept in the output folder.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -23,12 +27,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 import hf_hybridspec.bundled
 from hf_hybridspec.bundled import resolve
+from hf_hybridspec.kernels.dispatch import use_kernels
 from hf_hybridspec.modeling.auto import AutoDrafter
+from hf_hybridspec.modeling.dspark.modeling_dspark import DSparkDrafter
 from hf_hybridspec.modeling.target import input_embedding
 from training.arguments import parse_arguments
 from training.evaluation import encode, read_prompts
 from training.regenerate import Prompt, answer
 from training.target_features import FrozenTarget
+from training.tiny.fast_target import fast_forms
 from training.tiny.ready_tables import write_summary
 from training.train_ready import train
 from training.walk import walk
@@ -73,14 +80,33 @@ def all_rows() -> Iterator[Row]:
     yield Row("injection", "pre_attention", TWO_STAGES, 0, BASE | {"reader_injection": "pre_attention"})
 
 
+def part_of(rows: Sequence[Row], part: str) -> list[Row]:
+    """Every N-th row from the I-th for part "I/N": rows that are trained and rows that are not by themselves, so that
+    each part has as many to train. Raises ValueError for another text."""
+    words = part.split("/")
+    if len(words) != 2 or not all(map(str.isdecimal, words)) or int(words[0]) >= int(words[1]):
+        raise ValueError(f"--part must be I/N with I from 0 to N - 1, got {part!r}.")
+    first, step = map(int, words)
+    trained, untrained = [row for row in rows if row.stages], [row for row in rows if not row.stages]
+    # From the last part on, which has the fewest rows to train.
+    return trained[first::step] + untrained[step - 1 - first :: step]
+
+
 def train_row(row: Row, options: argparse.Namespace, folder: Path) -> Path | None:
-    """Runs the row's stages; returns the last adapter. Each budget is options.steps, halved over two stages."""
+    """Runs the row's stages; returns the last adapter.
+
+    Each budget is options.steps, halved over two stages. Every row sees the same samples twice, in two stages or in
+    two epochs of one. A stage's seed is its own, so that its anchors are new.
+    """
     adapter = None
-    for stage in row.stages:
+    for number, stage in enumerate(row.stages):
         output = folder / stage
         words = ["--config", str(options.config), "--stage", stage, "--output_dir", str(output)]
-        words += ["--dataset", str(options.dataset), "--drafter", options.drafter, "--seed", str(row.seed)]
-        words += ["--max_steps", str(options.steps // len(row.stages)), "--save_strategy", "no"]
+        words += ["--dataset", str(options.dataset), "--drafter", options.drafter]
+        words += ["--seed", str(row.seed + 100 * number), "--max_steps", str(options.steps // len(row.stages))]
+        words += ["--per_device_train_batch_size", str(options.batch), "--save_strategy", "no"]
+        words += ["--max_samples", str(options.steps // 2 * options.batch)]
+        words += ["--learning_rate", str(options.reader_learning_rate if stage == "reader" else options.learning_rate)]
         words += ["--use_cpu", str(options.device == "cpu"), *options.train_arguments]
         reader = row.reader if stage == row.stages[0] else {}
         for key, value in reader.items():
@@ -119,8 +145,8 @@ def greedy_texts(
 
 
 @torch.no_grad()
-def measure(drafter, target: PreTrainedModel, texts: dict[str, list[dict]]) -> dict[str, list[dict]]:
-    """kind -> for each prompt, emitted tokens and rounds, and what each round emitted."""
+def measure(drafter: DSparkDrafter, target: PreTrainedModel, texts: dict[str, list[dict]]) -> dict[str, list[dict]]:
+    """kind -> for each prompt, emitted tokens and rounds."""
     drafter = drafter.to(target.device).eval()
     drafter.bind(input_embedding(target), target.get_output_embeddings(), target.config)
     frozen, results = FrozenTarget(target, drafter), {}
@@ -136,8 +162,8 @@ def measure(drafter, target: PreTrainedModel, texts: dict[str, list[dict]]) -> d
 def run(options: argparse.Namespace, rows: Sequence[Row]) -> None:
     """Trains and measures every row that has no result yet."""
     tokenizer = AutoTokenizer.from_pretrained(resolve(options.target))
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    target = AutoModelForCausalLM.from_pretrained(resolve(options.target), dtype=dtype).to(options.device).eval()
+    target = AutoModelForCausalLM.from_pretrained(resolve(options.target), dtype=torch.float32)
+    target = target.to(options.device).eval()
     texts = greedy_texts(target, tokenizer, options)
     start, longest = time.monotonic(), 0.0
     for row in rows:
@@ -148,13 +174,17 @@ def run(options: argparse.Namespace, rows: Sequence[Row]) -> None:
         if began - start + longest > options.seconds:
             print(f"Stopped before {row.name}: --seconds {options.seconds} would not suffice.", flush=True)
             return
-        adapter = train_row(row, options, path.parent)
-        drafter = AutoDrafter.from_pretrained(options.drafter if adapter is None else adapter, dtype=dtype)
-        result = {"row": asdict(row), "kinds": measure(drafter, target, texts), "steps": options.steps}
+        # The fast forms are made for a GPU: on a CPU all experts of every row cost more than the chosen ones.
+        with fast_forms() if options.device == "cuda" else nullcontext(), use_kernels("reference"):
+            adapter = train_row(row, options, path.parent)
+            trained = time.monotonic() - began
+            source = options.drafter if adapter is None else adapter
+            drafter = AutoDrafter.from_pretrained(source, dtype=torch.float32)
+            result = {"row": asdict(row), "kinds": measure(drafter, target, texts), "steps": options.steps}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result))
         longest = max(longest, time.monotonic() - began)
-        print(f"{row.name}: {time.monotonic() - began:.0f} s", flush=True)
+        print(f"{row.name}: {trained:.0f} s trained, {time.monotonic() - began:.0f} s in all", flush=True)
 
 
 def main(command_line: Sequence[str] | None = None) -> None:
@@ -165,10 +195,14 @@ def main(command_line: Sequence[str] | None = None) -> None:
     parser.add_argument("--config", type=Path, default=Path("training/configs/tiny_ft.yaml"))
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps of a row, all stages together")
+    parser.add_argument("--batch", type=int, default=64, help="sequences of a step")
+    parser.add_argument("--learning-rate", type=float, default=5e-4, help="of stages ft and joint")
+    parser.add_argument("--reader-learning-rate", type=float, default=1e-3, help="of stage reader")
+    parser.add_argument("--part", default="0/1", help="I/N: this process's share of the rows")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--prompts", type=int, default=40, help="held-out prompts of each kind")
     parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--tables", nargs="+", help="only these tables; default all")
+    parser.add_argument("--rows", nargs="*", default=["*"], help="patterns of rows, as headline-*-seed0; default all")
     parser.add_argument("--summarise", action="store_true", help="only write the table and the results")
     parser.add_argument("--table", type=Path, help="Markdown to write")
     parser.add_argument("--results", type=Path, help="JSON to write the headline into")
@@ -176,8 +210,10 @@ def main(command_line: Sequence[str] | None = None) -> None:
     parser.add_argument("--train-arguments", nargs=argparse.REMAINDER, default=[], help="for train_ready.py; last")
     options = parser.parse_args(command_line)
     if not options.summarise:
-        run(options, [row for row in all_rows() if options.tables is None or row.table in options.tables])
-    write_summary(options.output, options.table, options.results)
+        rows = [row for row in all_rows() if any(fnmatchcase(row.name, pattern) for pattern in options.rows)]
+        run(options, part_of(rows, options.part))
+    else:
+        write_summary(options.output, options.table, options.results)
 
 
 if __name__ == "__main__":
