@@ -3,11 +3,11 @@
     git show 2b16362:hf_hybridspec/kernels/gated_delta_rule_triton.py > OLD.py
     python -m benchmarks.gated_delta_variants --beside OLD.py --workers 14 --output VARIANTS.json
 
-A variant is a tile and a precision of verification, or a tile of the commit; `--beside` adds a file of the same kernels
-at another commit. Each is verified and committed once at 2, 8, 12 and 16 rows, on random keys and on keys nearly alike,
-and dropped at lengths where it exceeds its limit; the rest are captured as in `gated_delta_rule.py` and replayed in
-turn. A verification is timed by itself and as part of a round, a commit by itself. `--tiny` takes a small shape and
-runs without a GPU, through Triton's interpreter (TRITON_INTERPRET=1).
+A variant is a tile and a precision of verification, or a tile of the commit; `--beside` adds a file of the same
+kernels at another commit. Each is verified and committed once at 2, 8, 12 and 16 rows, on random keys and on keys
+nearly alike, and dropped at lengths where it exceeds its limit; the rest are captured as in `gated_delta_rule.py` and
+replayed in turn. A verification is timed by itself and as part of a round, a commit by itself. `--tiny` takes a small
+shape and runs without a GPU, through Triton's interpreter (TRITON_INTERPRET=1).
 """
 
 import argparse
