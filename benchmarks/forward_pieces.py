@@ -108,7 +108,7 @@ class Pieces:
             routed = scripted_rows(self.assignments[layer_idx], block.router.shape[0] - 1)
         start = partial(expert_gate_up, rows, routed, block.experts, eps)
         self._add("experts, gate and up", start)
-        ended = (start(), routed, block.experts, rows.values, self.room)
+        ended = (start(), routed, block.experts, rows.values, self.room, self.counters)
         self._add("experts, down", partial(expert_down, *ended))
 
 

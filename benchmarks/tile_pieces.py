@@ -217,11 +217,11 @@ def _output_head(maker: Maker, num_rows: int) -> Piece:
 
 def _experts(kernel: str, maker: Maker, num_rows: int) -> Piece:
     """Both halves of the experts, as they follow one another in a forward; the tile of one of them is tuned."""
-    rows, room = maker.residual(num_rows), maker.room(num_rows)
+    rows, room, counters = maker.residual(num_rows), maker.room(num_rows), maker.counters()
 
     def run(routed: RoutedRows, weights: ExpertWeights) -> Tensor:
         activated = expert_gate_up(rows, routed, weights, EPS)
-        return expert_down(activated, routed, weights, rows.values, room).scaled
+        return expert_down(activated, routed, weights, rows.values, room, counters).scaled
 
     pairs = [(routed, weights) for routed in maker.routings(num_rows) for weights in maker.experts()]
     if maker.only_once:

@@ -69,6 +69,7 @@ class _ExpertLayer:
         self._rows: ResidualRows = residual_rows(table, block.norm_scale, tokens)
         self._routed: RoutedRows = route_rows(self._rows, block.router, block.top_k, self._eps)
         self._room = ResidualRows.empty(num_rows, block.norm_scale, table.dtype)
+        self._counters = torch.zeros(table.shape[1] // 16 + 1, dtype=torch.int32, device=table.device)
 
     @property
     def num_distinct(self) -> int:
@@ -76,7 +77,7 @@ class _ExpertLayer:
 
     def run(self) -> None:
         activated = expert_gate_up(self._rows, self._routed, self._block.experts, self._eps)
-        expert_down(activated, self._routed, self._block.experts, self._rows.values, self._room)
+        expert_down(activated, self._routed, self._block.experts, self._rows.values, self._room, self._counters)
 
 
 def _run_all(layers: list[_ExpertLayer]) -> None:

@@ -132,12 +132,15 @@ def expert_down(
     weights: ExpertWeights,
     residual: torch.Tensor,
     output: ResidualRows,
+    counters: torch.Tensor | None = None,
 ) -> ResidualRows:
-    """Down projections, weighted and added to the residual in the order of the experts, the shared one last.
+    """Down projections, weighted and added to the residual in the order of each row's top-k, the shared expert last.
 
     Args:
         residual: `[n, H]`, 1 <= n <= 16.
         output: room for n rows of H columns, whose `norm_scale` is that of the norm that follows; written to.
+        counters: int32 zeros, at least one per 16 columns of H; they are zero again afterwards. None: made here, which
+            a captured graph should not do.
 
     Returns:
         `output`, with as many parts as were written.
@@ -150,7 +153,7 @@ def expert_down(
     _check_weights(residual, weights)
     check_room(output, tuple(residual.shape), residual.dtype)
     kernels = implementation("moe_experts", residual.device)
-    return kernels.expert_down(activated, routed, weights, residual, output)
+    return kernels.expert_down(activated, routed, weights, residual, output, counters)
 
 
 def _check_weights(rows: torch.Tensor, weights: ExpertWeights) -> None:

@@ -36,13 +36,16 @@ def expert_gate_up(rows: ResidualRows, routed: RoutedRows, weights: ExpertWeight
 
 
 def expert_down(
-    activated: ActivatedRows, routed: RoutedRows, weights: ExpertWeights, residual, output: ResidualRows
+    activated: ActivatedRows, routed: RoutedRows, weights: ExpertWeights, residual, output: ResidualRows, counters=None
 ) -> ResidualRows:
-    """As `moe_experts.expert_down`."""
-    total = residual.float().clone()
+    """As `moe_experts.expert_down`; needs no counters."""
+    num_rows, top_k = routed.top_k_index.shape
+    outputs = residual.new_zeros(num_rows, top_k, residual.shape[1], dtype=torch.float32)
     for expert, members, slots in _by_expert(routed):
-        projected = F.linear(activated.routed[members, slots].float(), weights.down[expert].float())
-        total[members] += routed.top_k_weights[members, slots, None] * projected
+        outputs[members, slots] = F.linear(activated.routed[members, slots].float(), weights.down[expert].float())
+    total = residual.float()
+    for slot in range(top_k):
+        total = total + routed.top_k_weights[:, slot, None] * outputs[:, slot]
     shared = F.linear(activated.shared.float(), weights.shared_down.float())
     return write_residual((total + routed.shared_gate[:, None] * shared).to(residual.dtype), output)
 

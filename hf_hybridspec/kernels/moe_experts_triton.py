@@ -18,10 +18,8 @@ from .linear_triton import PADDED_ROWS, load_tile, multiply_add, precision_of
 from .moe_experts import ActivatedRows, ExpertWeights, RoutedRows
 from .residual_rows import ResidualRows
 from .residual_rows_triton import inverse_rms, load_squares, squares_options, store_residual
-from .tiles import Tile, tile_of
+from .tiles import tile_of
 
-# Of shared memory, for the weights and rows that are on their way to the second half of the experts.
-SHARED_BYTES = 192 * 1024
 ROUNDED = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -167,88 +165,80 @@ def _gate_up_kernel(
         tl.store(p_out + o_out[:, None] * size + o_n[None, :], b_out, mask=m_out[:, None] & m_n[None, :])
 
 
-@triton.jit
-def _selections(slots, num_rows, stride_sr, stride_se, E: tl.constexpr, BE: tl.constexpr, SMALL: tl.constexpr):
-    """Of every expert its rank among the selected ones (BE if it is not one), and its position in each row's top-k.
-
-    Positions are bytes of two int64, of the first and the last 8 rows, 255 where a row did not select the expert. The
-    routing comes from the L2 cache, since a kernel that overlaps may read it before it waits.
-    """
-    o_e, o_r = tl.arange(0, BE), tl.arange(0, SMALL)
-    p_slots = slots + o_e[:, None] * stride_se + o_r[None, :] * stride_sr
-    m_slots = (o_e < E)[:, None] & (o_r < num_rows)[None, :]
-    b_slots = tl.load(p_slots, mask=m_slots, other=-1, cache_modifier=".cg")
-    b_bytes = (b_slots.to(tl.int64) & 255) << ((o_r % 8) * 8).to(tl.int64)[None, :]
-    b_low = tl.sum(tl.where((o_r < 8)[None, :], b_bytes, 0), axis=1)
-    b_high = tl.sum(tl.where((o_r < 8)[None, :], 0, b_bytes), axis=1)
-    b_selected = ((b_low & b_high) != -1).to(tl.int32)
-    b_rank = tl.where(b_selected > 0, tl.cumsum(b_selected, axis=0) - 1, BE)
-    return b_rank, b_low, b_high, tl.sum(b_selected, axis=0)
-
-
-@triton.jit
-def _add_each(a, b, c, other_a, other_b, other_c):
-    return a + other_a, b + other_b, c + other_c
-
-
-@triton.jit
-def _selected(b_rank, b_low, b_high, rank, o_r, BE: tl.constexpr):
-    """The expert of a rank and its position in each row's top-k, 255 where the row did not select it."""
-    m_here = b_rank == rank
-    b_experts = tl.where(m_here, tl.arange(0, BE), 0)
-    i_e, low, high = tl.reduce(
-        (b_experts.to(tl.int64), tl.where(m_here, b_low, 0), tl.where(m_here, b_high, 0)), 0, _add_each
-    )
-    b_bytes = tl.where(o_r < 8, low, high) >> ((o_r % 8) * 8).to(tl.int64)
-    return i_e, (b_bytes & 255).to(tl.int32)
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def _down_kernel(
-    routed_in, shared_in, slots, top_k_weights, shared_gate, down, shared_down, residual,
-    next_scale, values, scaled, squares, num_rows,
+    routed_in, shared_in, top_k_index, slots, top_k_weights, shared_gate, down, shared_down, residual,
+    partial, counters, next_scale, values, scaled, squares, num_rows,
     stride_sr, stride_se, stride_we, stride_wn, stride_wk, stride_vn, stride_vk, stride_rn, stride_rk,
-    E: tl.constexpr, H: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, TOP_K: tl.constexpr,
-    SMALL: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    H: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, TOP_K: tl.constexpr,
+    SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
     EARLY: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    i_n = tl.program_id(0)
+    i_n, i_p = tl.program_id(0), tl.program_id(1)
     o_r, o_n = tl.arange(0, SMALL), i_n * BN + tl.arange(0, BN)
     m_r, m_n = o_r < num_rows, o_n < H
-    # All that does not need activations is done while the kernel before this one ends, which has waited for the
-    # routing: the selected experts are listed, and the first weights asked for.
-    o_s = tl.arange(0, BS)
-    m_s = o_s < SHARED
-    b_shared_weight = load_tile(shared_down, o_n, o_s, stride_vn, stride_vk, m_n, m_s)
-    b_rank, b_low, b_high, count = _selections(slots, num_rows, stride_sr, stride_se, E, BE, SMALL)
-    if OVERLAPS:
-        for rank in tl.static_range(PREFETCH // BK):
-            i_e, _ = _selected(b_rank, b_low, b_high, rank, o_r, BE)
-            prefetch_rows(down + i_e * stride_we, o_n, 0, stride_wn, stride_wk, H, INNER, INNER, OVERLAPS)
-    b_gate = tl.load(shared_gate + o_r, mask=m_r, other=0.0, cache_modifier=".cg")
-    b_total = load_tile(residual, o_r, o_n, stride_rn, stride_rk, m_r, m_n).to(tl.float32)
-    wait_for_previous(OVERLAPS)
-    let_next_start(OVERLAPS and EARLY)
+    # The routing is read before the wait: the kernel before this one has waited for it.
+    p_weight, i_e, is_wanted = shared_down, tl.full([], 0, tl.int64), i_p == 0
+    if i_p > 0:
+        i_e, is_wanted = _expert_at(top_k_index, slots, i_p, o_r, m_r, stride_sr, stride_se, TOP_K)
+        p_weight = down + i_e * stride_we
+    if is_wanted:
+        size = tl.where(i_p == 0, SHARED, INNER)
+        stride_n, stride_k = tl.where(i_p == 0, stride_vn, stride_wn), tl.where(i_p == 0, stride_vk, stride_wk)
+        STEPS: tl.constexpr = (max(INNER, SHARED) + BK - 1) // BK
+        if STEPS == 1:
+            # All weights at once, on their way while this program finds its rows and waits for them; in two halves,
+            # which follow one another through the same shared memory.
+            o_k, o_late = tl.arange(0, BK // 2), BK // 2 + tl.arange(0, BK // 2)
+            m_k, m_late = o_k < size, o_late < size
+            b_weight = _weight_tile(p_weight, o_n, o_k, stride_n, stride_k, m_n, m_k)
+            b_weight_late = _weight_tile(p_weight, o_n, o_late, stride_n, stride_k, m_n, m_late)
+        else:
+            prefetch_rows(p_weight, o_n, 0, stride_n, stride_k, H, min(INNER, SHARED), PREFETCH, OVERLAPS)
 
-    for rank in tl.range(count, num_stages=STAGES):
-        i_e, b_slots = _selected(b_rank, b_low, b_high, rank, o_r, BE)
-        m_member = b_slots < 255
-        o_source = o_r * TOP_K + b_slots
-        b_factor = tl.load(top_k_weights + o_source, mask=m_member, other=0.0)[:, None]
-        # The parts of a sum do not wait for one another.
-        for i_k in tl.static_range((INNER + BK - 1) // BK):
-            o_k = i_k * BK + tl.arange(0, BK)
-            m_k = o_k < INNER
-            b_weight = _weight_tile(down + i_e * stride_we, o_n, o_k, stride_wn, stride_wk, m_n, m_k)
-            b_rows = load_tile(routed_in, o_source, o_k, INNER, 1, m_member, m_k)
-            b_total += b_factor * tl.dot(b_rows, tl.trans(b_weight), input_precision=PRECISION)
-    let_next_start(OVERLAPS and not EARLY)
-    b_shared = load_tile(shared_in, o_r, o_s, SHARED, 1, m_r, m_s)
-    # This mask changes nothing, but keeps the weights' way through shared memory behind what precedes it.
-    b_shared_weight = tl.where(m_s[None, :], b_shared_weight, 0.0).to(b_shared.dtype)
-    b_total += b_gate[:, None] * tl.dot(b_shared, tl.trans(b_shared_weight), input_precision=PRECISION)
-    store_residual(b_total, values, next_scale, scaled, squares, i_n, o_r, o_n, m_r, m_n, H, SMALL)
+        # The shared expert's position in every row is that after the top-k.
+        p_rows, p_factor, o_source, b_slots = shared_in, shared_gate, o_r, tl.where(m_r, TOP_K, -1)
+        if i_p > 0:
+            b_slots = _load_slots(slots, i_e, o_r, m_r, stride_sr, stride_se)
+            p_rows, p_factor, o_source = routed_in, top_k_weights, o_r * TOP_K + b_slots
+        m_member = b_slots >= 0
+        b_factor = tl.load(p_factor + o_source, mask=m_member, other=0.0, cache_modifier=".cg")
+
+        b_sum = tl.zeros([SMALL, BN], tl.float32)
+        wait_for_previous(OVERLAPS)
+        let_next_start(OVERLAPS and EARLY)
+        if STEPS == 1:
+            b_rows = load_tile(p_rows, o_source, o_k, size, 1, m_member, m_k)
+            b_rows_late = load_tile(p_rows, o_source, o_late, size, 1, m_member, m_late)
+            # These two masks change nothing, but keep a half's way through shared memory behind what precedes them.
+            b_weight = tl.where(m_k[None, :], b_weight, 0.0)
+            b_sum = multiply_add(b_rows, b_weight, b_sum, PRECISION)
+            b_rows_late = tl.where(m_late[None, :], b_rows_late, 0.0)
+            b_weight_late = tl.where(m_late[None, :], b_weight_late, 0.0)
+            b_sum = multiply_add(b_rows_late, b_weight_late, b_sum, PRECISION)
+        else:
+            for i_k in range(STEPS):
+                o_k = i_k * BK + tl.arange(0, BK)
+                m_k = o_k < size
+                b_weight = _weight_tile(p_weight, o_n, o_k, stride_n, stride_k, m_n, m_k)
+                b_rows = load_tile(p_rows, o_source, o_k, size, 1, m_member, m_k)
+                b_sum = multiply_add(b_rows, b_weight, b_sum, PRECISION)
+        let_next_start(OVERLAPS and not EARLY)
+        o_first = o_r * (TOP_K + 1)
+        p_out = partial + (o_first + b_slots)[:, None] * H + o_n[None, :]
+        tl.store(p_out, b_sum * b_factor[:, None], mask=m_member[:, None] & m_n[None, :])
+        # Positions are counted, not programs: how many there are is known without looking at the routing.
+        written = tl.sum(m_member.to(tl.int32), axis=0)
+        tl.debug_barrier()
+        if tl.atomic_add(counters + i_n, written, sem="acq_rel") + written == num_rows * (TOP_K + 1):
+            tl.store(counters + i_n, 0)
+            b_total = load_tile(residual, o_r, o_n, stride_rn, stride_rk, m_r, m_n).to(tl.float32)
+            p_parts = partial + o_first[:, None] * H + o_n[None, :]
+            # Unrolled, so that all positions are asked for at once.
+            for slot in tl.static_range(TOP_K + 1):
+                m_part = m_r[:, None] & m_n[None, :]
+                b_total += tl.load(p_parts + slot * H, mask=m_part, other=0.0, cache_modifier=".cg")
+            store_residual(b_total, values, next_scale, scaled, squares, i_n, o_r, o_n, m_r, m_n, H, SMALL)
 
 
 def route_rows(rows: ResidualRows, weight, eps, routed: RoutedRows) -> None:
@@ -291,28 +281,25 @@ def expert_gate_up(rows: ResidualRows, routed: RoutedRows, weights: ExpertWeight
 
 
 def expert_down(
-    activated: ActivatedRows, routed: RoutedRows, weights: ExpertWeights, residual, output: ResidualRows
+    activated: ActivatedRows, routed: RoutedRows, weights: ExpertWeights, residual, output: ResidualRows, counters=None
 ) -> ResidualRows:
     """As `moe_experts.expert_down`."""
-    tile, (num_rows, top_k), num_experts = tile_of("expert_down"), routed.top_k_index.shape, routed.slots.shape[1]
+    tile, (num_rows, top_k) = tile_of("expert_down"), routed.top_k_index.shape
     hidden, inner, shared = residual.shape[1], weights.down.shape[2], weights.shared_down.shape[1]
     num_tiles = triton.cdiv(hidden, tile.block_n)
-    block_k = min(tile.block_k, max(16, triton.next_power_of_2(inner)))
+    # Not wider than there are columns; half of one step holds 16 or more.
+    block_k = max(32, min(tile.block_k, triton.next_power_of_2(max(inner, shared))))
+    partial = residual.new_empty(num_rows, top_k + 1, hidden, dtype=torch.float32)
+    if counters is None:
+        counters = torch.zeros(num_tiles, dtype=torch.int32, device=residual.device)
     with launch_device(residual):
-        _down_kernel[(num_tiles,)](
-            activated.routed, activated.shared, routed.slots,
+        _down_kernel[(num_tiles, num_rows * top_k + 1)](
+            activated.routed, activated.shared, routed.top_k_index, routed.slots,
             routed.top_k_weights, routed.shared_gate, weights.down, weights.shared_down, residual,
-            output.norm_scale, output.values, output.scaled, output.squares, num_rows,
+            partial, counters, output.norm_scale, output.values, output.scaled, output.squares, num_rows,
             *routed.slots.stride(), *weights.down.stride(), *weights.shared_down.stride(), *residual.stride(),
-            E=num_experts, H=hidden, INNER=inner, SHARED=shared, TOP_K=top_k, SMALL=PADDED_ROWS,
-            BE=max(16, triton.next_power_of_2(num_experts)), BN=tile.block_n, BK=block_k,
-            BS=max(16, triton.next_power_of_2(shared)), PRECISION=precision_of(residual),
-            STAGES=_stages(tile, triton.cdiv(inner, block_k) * block_k * residual.element_size()),
-            EARLY=tile.next_starts_early, **launch_options(tile, residual),
+            H=hidden, INNER=inner, SHARED=shared, TOP_K=top_k, SMALL=PADDED_ROWS,
+            BN=tile.block_n, BK=block_k, PRECISION=precision_of(residual), EARLY=tile.next_starts_early,
+            **launch_options(tile, residual),
         )  # fmt: skip
     return output.of_parts(num_tiles)
-
-
-def _stages(tile: Tile, row_bytes: int) -> int:
-    """Experts that a program reads at a time: fewer than the tile's where shared memory is too small for them."""
-    return max(1, min(tile.num_stages, 1 + SHARED_BYTES // ((tile.block_n + PADDED_ROWS) * row_bytes)))

@@ -176,4 +176,4 @@ class FusedForward:
         if routed is None:
             routed = self._route(block, hidden)
         activated = expert_gate_up(hidden, routed, block.experts, eps)
-        return expert_down(activated, routed, block.experts, hidden.values, room)
+        return expert_down(activated, routed, block.experts, hidden.values, room, self._counters)

@@ -34,14 +34,14 @@ def _block(num_rows, num_experts, top_k, hidden, inner, shared, device="cpu"):
     return random(num_rows, hidden, scale=1.0), 1 + random(hidden), random(num_experts + 1, hidden, scale=1.0), weights
 
 
-def _run(kind, block, top_k):
+def _run(kind, block, top_k, counters=None):
     rows, scale, router, weights = block
     room = ResidualRows.empty(rows.shape[0], scale, rows.dtype)
     with use_kernels(kind):
         residual = residual_rows(rows, scale)
         routed = route_rows(residual, router, top_k, EPS)
         activated = expert_gate_up(residual, routed, weights, EPS)
-        return routed, activated, expert_down(activated, routed, weights, rows, room)
+        return routed, activated, expert_down(activated, routed, weights, rows, room, counters)
 
 
 def test_reference_is_the_host_block():
@@ -112,12 +112,15 @@ def test_triton_equals_reference(shape, triton_device):
 
 @pytest.mark.parametrize("num_rows", range(1, 17))
 def test_every_number_of_rows_reads_each_expert_for_all_its_rows(num_rows, triton_device):
-    """Few experts, so that most choices were made by an earlier row."""
+    """Few experts, so that most choices were made by an earlier row; counters are used again from call to call."""
     block = _block(num_rows, 6, 3, 32, 16, 32, device=triton_device)
+    counters = torch.zeros(2, dtype=torch.int32, device=triton_device)
     _, expected_activated, expected = _run("reference", block, 3)
-    _, activated, actual = _run("triton", block, 3)
-    torch.testing.assert_close(activated.routed, expected_activated.routed, atol=TOLERANCE, rtol=TOLERANCE)
-    torch.testing.assert_close(actual.values, expected.values, atol=TOLERANCE, rtol=TOLERANCE)
+    for _ in range(2):
+        _, activated, actual = _run("triton", block, 3, counters)
+        torch.testing.assert_close(activated.routed, expected_activated.routed, atol=TOLERANCE, rtol=TOLERANCE)
+        torch.testing.assert_close(actual.values, expected.values, atol=TOLERANCE, rtol=TOLERANCE)
+    assert not counters.any()
 
 
 @pytest.mark.parametrize(
@@ -181,6 +184,14 @@ def test_given_room_is_written_and_first_rows_run_alone(kind, triton_device):
         ValueError, match=r"routed must hold 5 rows or more of 3 choices of 12 experts, got \(3, 3, 12\)"
     ):
         route_rows(residual, router, 3, EPS, routed=routed)
+
+
+def test_counters_are_zero_again(triton_device):
+    block = _block(5, 12, 3, 64, 32, 16, device=triton_device)
+    counters = torch.zeros(4, dtype=torch.int32, device=triton_device)
+    first = _run("triton", block, 3, counters)[2]
+    assert not counters.any()
+    assert torch.equal(_run("triton", block, 3, counters)[2].values, first.values)
 
 
 def test_errors_name_what_is_given_and_allowed():
