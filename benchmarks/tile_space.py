@@ -34,11 +34,9 @@ SPACES = {
     # One step is one head.
     "gated_norm_linear": Space(columns=(128,), splits=(4, 8)),
     "router": Space(rows=(16, 32, 64), columns=(128, 256, 512), splits=(4, 8), warps=(2, 4, 8), stages=(1, 2, 4)),
-    # A stage holds all columns of an expert; the kernel itself lowers stages that do not fit.
-    "expert_down": Space((16, 32), (128, 256, 512), (1,), (2, 4, 8), (4, 6, 8)),
     # One row, of one warp.
     "choose_experts": Space(rows=(1,), columns=(1,), warps=(1, 2), stages=(4,)),
-    "expert_gate_up": Space((16, 32, 64, 128), (128, 256, 512), (1,), (2, 4, 8), (1, 2, 3, 4)),
+    **dict.fromkeys(EXPERTS, Space((16, 32, 64, 128), (128, 256, 512), (1,), (2, 4, 8), (1, 2, 3, 4))),
 }
 
 
@@ -77,8 +75,6 @@ def held_bytes(kernel: str, tile: Tile, num_stages: int) -> int:
 
 def fits(kernel: str, tile: Tile) -> bool:
     """Whether the stages of a tile fit the shared memory, and one step the registers."""
-    if kernel == "expert_down":
-        return True
     entries = _weight_rows(kernel, tile) * tile.block_k
     return held_bytes(kernel, tile, tile.num_stages) <= SHARED_MEMORY and entries <= MOST_ENTRIES
 

@@ -41,10 +41,10 @@ class Tile:
 
 
 TILES = {
-    "norm_linear": Tile(block_n=32, block_k=128, overlaps=True, prefetch=1),
+    "norm_linear": Tile(block_n=32, block_k=128, num_warps=2, overlaps=True, prefetch=1),
     # The output head: so many rows that programs never run short.
     "wide_norm_linear": Tile(block_n=64, block_k=128, overlaps=True, prefetch=1),
-    "gated_delta_inputs": Tile(block_n=32, block_k=128, overlaps=True, prefetch=1),
+    "gated_delta_inputs": Tile(block_n=32, block_k=128, num_warps=2, num_stages=6, overlaps=True, prefetch=1),
     # One step is one head, whose norm it needs.
     "gated_norm_linear": Tile(block_n=128, block_k=128, splits=8, overlaps=True, prefetch=1),
     "gated_linear": Tile(block_n=128, block_k=128, splits=8, num_stages=6, overlaps=True, prefetch=1),
@@ -54,20 +54,31 @@ TILES = {
     "choose_experts": Tile(block_n=1, block_k=1, num_warps=1, overlaps=True),
     # Gate and up rows: a step reads 2 * block_n rows.
     "expert_gate_up": Tile(block_n=32, block_k=128, overlaps=True, prefetch=1),
-    # A program reads all selected experts, `num_stages` at a time; it asks for `prefetch` of them before it waits.
-    "expert_down": Tile(block_n=16, block_k=128, num_stages=6, overlaps=True, prefetch=2),
+    "expert_down": Tile(block_n=32, block_k=128, num_warps=2, num_stages=3, overlaps=True),
     "dense_gate_up": Tile(block_n=32, block_k=128, num_stages=3),
     "dense_down": Tile(block_n=32, block_k=128, splits=4, num_stages=3),
     # block_n keys in one step, block_k keys in a chunk, which one program reads alone.
     "block_attention": Tile(block_n=32, block_k=32, num_stages=3, overlaps=True, prefetch=1),
     # One head; block_n columns of one. Both by one warp, which needs no barrier.
     "attention_inputs": Tile(block_n=1, block_k=1, num_warps=1, overlaps=True),
-    "combine_attention": Tile(block_n=16, block_k=1, num_warps=1, overlaps=True),
+    "combine_attention": Tile(block_n=32, block_k=1, num_warps=1, overlaps=True),
     # Whole heads.
     "context_inputs": Tile(block_n=1, block_k=128, num_stages=3),
 }
 
+MEGABYTE = 1 << 20
+# Bytes of a later kernel's weights that a kernel brings into the L2 cache, at most, while it leaves the memory idle:
+# those that wait for one another's results, and the experts' at their end.
+AHEAD = {
+    "gated_delta_rule": 32 * MEGABYTE,
+    "block_attention": 32 * MEGABYTE,
+    "router": 8 * MEGABYTE,
+    "expert_gate_up": 20 * MEGABYTE,
+    "expert_down": 12 * MEGABYTE,
+}
+
 _override: ContextVar[dict[str, Tile] | None] = ContextVar("hybridspec_tiles", default=None)
+_ahead_override: ContextVar[dict[str, int] | None] = ContextVar("hybridspec_ahead", default=None)
 
 
 def tile_of(kernel: str) -> Tile:
@@ -89,3 +100,24 @@ def use_tiles(tiles: dict[str, Tile]) -> Iterator[None]:
         yield
     finally:
         _override.reset(token)
+
+
+def ahead_of(kernel: str) -> int:
+    """The bytes of AHEAD for a kernel, or those of the innermost `use_ahead` that names it."""
+    return {**AHEAD, **(_ahead_override.get() or {})}[kernel]
+
+
+@contextmanager
+def use_ahead(amounts: dict[str, int]) -> Iterator[None]:
+    """Runs the enclosed code with other bytes for the kernels named.
+
+    Raises:
+        ValueError: a kernel is not in AHEAD.
+    """
+    if unknown := sorted(set(amounts) - set(AHEAD)):
+        raise ValueError(f"Bytes can be given for {', '.join(AHEAD)}, got {', '.join(unknown)}.")
+    token = _ahead_override.set({**(_ahead_override.get() or {}), **amounts})
+    try:
+        yield
+    finally:
+        _ahead_override.reset(token)
