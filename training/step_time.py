@@ -11,6 +11,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from hf_hybridspec.modeling.dspark import DSparkConfig, DSparkDrafter
 from hf_hybridspec.modeling.ready import ReadyDrafter
 from hf_hybridspec.modeling.target import input_embedding, text_model
 from training.objective import DraftingObjective, LossWeights, TrainingBatch
-from training.results import update_results
+from training.results import current_commit, update_results
 from training.target_features import FrozenTarget
 
 TARGET_27B = {
@@ -140,9 +141,11 @@ def main(arguments: list[str] | None = None) -> None:
         drafter = make_drafter(target, DRAFTER_27B, [30, 62])
     seconds = measure(target, drafter, options)
     ratio = round(seconds["reader_step"] / seconds["target_forward"], 4)
+    # Without flash-linear-attention transformers runs its own torch form, which is bound by the host.
     details = {"seconds": seconds, "length": options.length, "anchors": options.anchors, "tiny": options.tiny}
+    details["chunked_rule"] = "flash-linear-attention" if find_spec("fla") else "torch"
     values = {"reader_step_over_target_forward": ratio, "reader_step": details}
-    update_results(options.results, values, options.commit)
+    update_results(options.results, values, current_commit(options.commit))
     print(json.dumps(values, indent=1))
 
 

@@ -5,16 +5,16 @@ import json
 import pytest
 import torch
 
-from training.results import update_results
+from training.results import current_commit, update_results
 from training.tiny.ablations import Row, all_rows, part_of
 from training.tiny.export_conversations import conversation, tokenised_rows
 from training.tiny.ready_tables import read_results, write_summary
 
 
-def result(folder, row, scale):
+def result(folder, row, scale, commit="abc1234"):
     kinds = {kind: [{"emitted": int(scale * (10 + n)), "rounds": 5} for n in range(6)] for kind in ("gsm", "prose")}
     (folder / row.name).mkdir(parents=True)
-    content = {"row": {"table": row.table, "label": row.label}, "kinds": kinds, "steps": 4}
+    content = {"row": {"table": row.table, "label": row.label}, "kinds": kinds, "steps": 4, "commit": commit}
     (folder / row.name / "result.json").write_text(json.dumps(content))
 
 
@@ -48,13 +48,13 @@ def test_tables_and_headline(tmp_path, capsys):
         result(tmp_path, Row("headline", "ready", ("reader",), seed), 11)
     result(tmp_path, Row("rank", "4", ("reader",)), 12)
     results = tmp_path / "summary.json"
-    results.write_text(json.dumps({"gather_us": 4.0}))
+    results.write_text(json.dumps({"gather_us": 4.0, "commit": "abc1234"}))
     write_summary(tmp_path, tmp_path / "table.md", results)
     table = (tmp_path / "table.md").read_text()
     assert "| headline | ready | 2 | 27.500 | 27.500 | 27.500 | +10.00 |" in table
     assert "| rank | 4 | 1 | 30.000 | 30.000 | 30.000 | +20.00 |" in table
     content = json.loads(results.read_text())
-    assert content["gather_us"] == 4.0 and len(content["commit"]) >= 7
+    assert content["gather_us"] == 4.0 and content["commit"] == "abc1234"
     ready = content["acceptance_length"]["ready"]
     assert ready["mean"] == pytest.approx(27.5) and ready["interval"][0] < 27.5 < ready["interval"][1]
     gain = ready["gain_over_dspark_ft"]
@@ -67,6 +67,31 @@ def test_a_folder_without_results_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no result"):
         write_summary(tmp_path, None, None)
     assert read_results(tmp_path) == {}
+
+
+def test_a_page_keeps_what_stands_around_its_table(tmp_path):
+    result(tmp_path, Row("headline", "dspark_ft", ("ft",)), 10)
+    page = tmp_path / "page.md"
+    page.write_text("# Before\n\n<!-- results:ready -->\nold\n<!-- end of results:ready -->\n\nafter\n")
+    for _ in range(2):
+        write_summary(tmp_path, page, None)
+        text = page.read_text()
+        assert text.startswith("# Before\n\n<!-- results:ready -->\n| table | row |")
+        assert text.endswith("\n<!-- end of results:ready -->\n\nafter\n") and "old" not in text
+
+
+def test_results_of_several_commits_are_refused(tmp_path):
+    for seed, commit in enumerate(("abc", "def")):
+        result(tmp_path, Row("headline", "ready", ("reader",), seed), 10, commit)
+    with pytest.raises(ValueError, match=r"\['abc', 'def'\]. Run all rows at one commit"):
+        write_summary(tmp_path, None, tmp_path / "results.json")
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_the_measured_commit_is_the_given_one_or_this_checkouts():
+    assert current_commit("abc") == "abc"
+    found = current_commit()
+    assert found == "unknown" or len(found) == 40
 
 
 def test_results_keep_what_other_commands_wrote(tmp_path):

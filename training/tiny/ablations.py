@@ -34,6 +34,7 @@ from hf_hybridspec.modeling.target import input_embedding
 from training.arguments import parse_arguments
 from training.evaluation import encode, read_prompts
 from training.regenerate import Prompt, answer
+from training.results import current_commit
 from training.target_features import FrozenTarget
 from training.tiny.fast_target import fast_forms
 from training.tiny.ready_tables import write_summary
@@ -181,6 +182,7 @@ def run(options: argparse.Namespace, rows: Sequence[Row]) -> None:
             source = options.drafter if adapter is None else adapter
             drafter = AutoDrafter.from_pretrained(source, dtype=torch.float32)
             result = {"row": asdict(row), "kinds": measure(drafter, target, texts), "steps": options.steps}
+            result["commit"] = current_commit(options.commit)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result))
         longest = max(longest, time.monotonic() - began)
@@ -206,6 +208,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
     parser.add_argument("--summarise", action="store_true", help="only write the table and the results")
     parser.add_argument("--table", type=Path, help="Markdown to write")
     parser.add_argument("--results", type=Path, help="JSON to write the headline into")
+    parser.add_argument("--commit", help="the commit measured, where the files have no git history")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--train-arguments", nargs=argparse.REMAINDER, default=[], help="for train_ready.py; last")
     options = parser.parse_args(command_line)

@@ -12,6 +12,7 @@ import numpy as np
 from training.results import update_results
 
 DRAWS = 2000
+MARKERS = ("<!-- results:ready -->", "<!-- end of results:ready -->")
 
 
 def read_results(folder: Path) -> dict[tuple[str, str], list[dict]]:
@@ -81,13 +82,17 @@ def markdown(results: dict[tuple[str, str], list[dict]]) -> str:
 
 
 def write_summary(folder: Path, table: Path | None, results_path: Path | None) -> None:
-    """Prints the tables; writes them, and the headline into a results file whose other keys are kept.
+    """Prints the tables; writes them (into a page that has MARKERS, between these), and the headline into a results
+    file whose other keys are kept.
 
-    Raises ValueError where there is no result yet.
+    Raises ValueError where there is no result yet, or where results of several commits are mixed.
     """
     results = read_results(folder)
     if not results:
         raise ValueError(f"{folder} holds no result. Run the rows first.")
+    commits = sorted({run["commit"] for runs in results.values() for run in runs})
+    if len(commits) > 1:
+        raise ValueError(f"{folder} mixes results of the commits {commits}. Run all rows at one commit.")
     headline = {label: runs for (name, label), runs in results.items() if name == "headline"}
     summary = intervals(headline) if headline else {}
     text = markdown(results)
@@ -99,9 +104,18 @@ def write_summary(folder: Path, table: Path | None, results_path: Path | None) -
     print(text)
     if table is not None:
         table.parent.mkdir(parents=True, exist_ok=True)
-        table.write_text(text, encoding="utf-8")
+        page = table.read_text(encoding="utf-8") if table.is_file() else ""
+        table.write_text(placed(text, page), encoding="utf-8")
     if results_path is not None:
-        update_results(results_path, {"acceptance_length": summary})
+        update_results(results_path, {"acceptance_length": summary}, commits[0])
+
+
+def placed(text: str, page: str) -> str:
+    """The page with the text between its markers; the text alone where the page has none."""
+    start, end = MARKERS
+    if start not in page or end not in page:
+        return text
+    return f"{page[: page.index(start)]}{start}\n{text.rstrip()}\n{page[page.index(end) :]}"
 
 
 def _pooled(rows: Sequence[dict]) -> float:
