@@ -1,14 +1,15 @@
 """Small trained models that ship with the package: `tiny`, a 13.5 M parameter GDN-MoE target, and drafters for it.
 
-`prompts/` beside this file holds held-out prompts of four kinds (gsm, code, dialogue, prose) for measuring them.
+`tiny-ready` is an adapter on `tiny-dspark`; `AutoDrafter` loads both. `prompts/` beside this file holds held-out
+prompts of four kinds (gsm, code, dialogue, prose) for measuring them.
 """
 
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
 
-# Bundled name -> folder of a checkpoint.
-BUNDLED_MODELS = {name: _FOLDER / name for name in ("tiny", "tiny-dflash", "tiny-dspark")}
+# Bundled name -> folder of a checkpoint or an adapter.
+BUNDLED_MODELS = {name: _FOLDER / name for name in ("tiny", "tiny-dflash", "tiny-dspark", "tiny-ready")}
 
 
 def resolve(name_or_path: str) -> str:

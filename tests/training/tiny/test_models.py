@@ -9,6 +9,7 @@ from hf_hybridspec.bundled import BUNDLED_MODELS, resolve
 from hf_hybridspec.modeling.auto import AutoDrafter
 from hf_hybridspec.modeling.dflash import DFlashDrafter
 from hf_hybridspec.modeling.dspark import DSparkDrafter
+from hf_hybridspec.modeling.ready import ReadyDrafter
 from training.tiny import evaluate, fast_target
 from training.tiny.drafter_run import FeatureStore, tapped_features
 from training.tiny.optimizers import MasterAdamW, orthogonalise, schedule
@@ -174,10 +175,26 @@ def test_bundled_target_and_drafter_fit_the_limits():
     expected = target_config(tokenizer)
     for name in ("hidden_size", "layer_types", "num_experts", "num_experts_per_tok", "vocab_size"):
         assert getattr(target.config, name) == getattr(expected, name)
-    for name, family in (("tiny-dflash", DFlashDrafter), ("tiny-dspark", DSparkDrafter)):
+    families = {"tiny-dflash": DFlashDrafter, "tiny-dspark": DSparkDrafter, "tiny-ready": ReadyDrafter}
+    assert {"tiny", *families} == BUNDLED_MODELS.keys()
+    for name, family in families.items():
         drafter = AutoDrafter.from_pretrained(name)
         drafter.bind(target.get_input_embeddings(), target.lm_head, target.config)
         assert type(drafter) is family and drafter.config.mask_token_id == tokenizer.mask_token_id
+
+
+def test_bundled_adapter_reads_states_and_was_trained():
+    drafter = AutoDrafter.from_pretrained("tiny-ready")
+    base = AutoDrafter.from_pretrained("tiny-dspark").state_dict()
+    assert drafter.recurrent_layer_ids == (2, 6)
+    trained = {name: tensor for name, tensor in drafter.state_dict().items() if ".state_reader." in name}
+    assert len(trained) == 5 and all(tensor.abs().sum() > 0 for tensor in trained.values())
+    assert not torch.equal(drafter.state_dict()["fc.weight"], base["fc.weight"])
+    records = [
+        json.loads((BUNDLED_MODELS["tiny-ready"] / f"{name}_config.json").read_text())
+        for name in ("adapter", "reader")
+    ]
+    assert records[0]["base_model_name_or_path"] == "tiny-dspark" and records[1]["reader"]["rank"] == 8
 
 
 def test_heldout_prompts_are_bundled_and_were_not_trained_on():
