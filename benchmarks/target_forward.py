@@ -28,7 +28,7 @@ from benchmarks.full_target import model_bytes, noisy_cache, random_target, targ
 from benchmarks.phased_report import PhasedReport
 from benchmarks.replay import Captured, medians, times_in_turn
 from benchmarks.routed_forward import Capturer, Forward, RoutedForward
-from hf_hybridspec.kernels.tiles import AHEAD, TILES, Tile, use_ahead, use_tiles
+from hf_hybridspec.kernels.tiles import TILES, Tile, use_tiles
 from hf_hybridspec.modeling.block_state import BlockState
 from hf_hybridspec.modeling.target import text_config
 
@@ -186,23 +186,6 @@ class Bench(PhasedReport):
             found["other_bits"] += [f"{variant}, length {length}" for variant in logits if is_other[variant]]
         self.save("overlap", found)
 
-    def ahead(self, context: int) -> None:
-        """Weights that are asked for ahead: as given, none, and each kernel's not. Rows must keep their bits."""
-        state, found = self.state(context), {"other_bits": []}
-        variants = {"as given": {}, "none": dict.fromkeys(AHEAD, 0), **{f"{name} not": {name: 0} for name in AHEAD}}
-        for length in (1, 6):
-            forwards = {}
-            for variant, amounts in variants.items():
-                with use_ahead(amounts):
-                    forwards[variant] = self.capturer.capture(state, length, "scripted")
-            times, _ = self._timed(forwards)
-            found[str(length)] = {variant: round(ms, 4) for variant, ms in medians(times).items()}
-            first = forwards["as given"].captured.result[0].logits
-            for variant, forward in forwards.items():
-                if not torch.equal(forward.captured.result[0].logits, first):
-                    found["other_bits"].append(f"{variant}, length {length}")
-        self.save("ahead", found)
-
     def invariance(self) -> None:
         self.save("rows_against_16_rows", row_invariance(self.forward, self.model, self.device))
 
@@ -235,7 +218,6 @@ def run(bench: Bench) -> None:
         lambda: bench.forwards(contexts[0]),
         lambda: bench.pieces(contexts[0], 1),
         lambda: bench.pieces(contexts[0], 6),
-        lambda: bench.ahead(contexts[0]),
         lambda: bench.overlap(contexts[0]),
         *(lambda context=context: bench.decoding_step(context) for context in contexts[1:]),
         *(lambda context=context: bench.forwards(context) for context in contexts[1:]),

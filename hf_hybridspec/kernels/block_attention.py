@@ -98,7 +98,6 @@ def block_attention(
     causal: bool = True,
     window: int | None = None,
     window_from_anchor: bool = False,
-    upcoming: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Softmax attention of block rows, row i at position committed + i, over rows 0..committed + n - 1 of the cache.
 
@@ -112,7 +111,6 @@ def block_attention(
         causal: whether a row sees no later row of its block.
         window: None, or how many positions a row sees in either direction, itself counted.
         window_from_anchor: the window limits only what precedes the block, to the `window` positions before row 0.
-        upcoming: weights that the next kernels read. A GPU fetches them meanwhile; results do not change.
 
     Returns:
         `[n, Hq, D]` in the dtype of `query`.
@@ -131,9 +129,7 @@ def block_attention(
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, or None for no limit, got {window}.")
     kernels = implementation("block_attention", query.device)
-    return kernels.block_attention(
-        query, key_cache, value_cache, committed, scale, causal, window, window_from_anchor, upcoming
-    )
+    return kernels.block_attention(query, key_cache, value_cache, committed, scale, causal, window, window_from_anchor)
 
 
 def _check_rows(name: str, rows: torch.Tensor, dims: int) -> None:

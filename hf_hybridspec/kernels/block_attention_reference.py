@@ -28,7 +28,7 @@ def attention_inputs(projected, norms: HeadNorms, cos, sin, key_cache, value_cac
 
 
 def block_attention(
-    query, key_cache, value_cache, committed, scale, causal, window, window_from_anchor, upcoming=None
+    query, key_cache, value_cache, committed, scale, causal, window, window_from_anchor
 ) -> torch.Tensor:
     """As `block_attention.block_attention`."""
     (num_rows, _, size), (heads, length, _) = query.shape, key_cache.shape

@@ -16,15 +16,7 @@ import triton
 import triton.language as tl
 
 from .block_attention import HeadNorms
-from .common_triton import (
-    ahead_options,
-    ask_ahead,
-    launch_device,
-    launch_options,
-    let_next_start,
-    prefetch_rows,
-    wait_for_previous,
-)
+from .common_triton import launch_device, launch_options, let_next_start, prefetch_rows, wait_for_previous
 from .tiles import Tile, tile_of
 
 # What the interpreter assumes; few enough for chunks to wrap around in tests.
@@ -161,12 +153,12 @@ def _prefetch_chunk(cache, o_k, stride, BD: tl.constexpr, PREFETCH: tl.constexpr
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _attention_kernel(
-    query, key_cache, value_cache, committed_length, partial, statistics, upcoming, scale, num_rows,
+    query, key_cache, value_cache, committed_length, partial, statistics, scale, num_rows,
     stride_qn, stride_qh, stride_kh, stride_ks, stride_vh, stride_vs,
     QUERIES: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     FROM_ANCHOR: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS: tl.constexpr,
-    HEADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
-    LINES: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     i_p, i_h, i_m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     committed = tl.load(committed_length)
@@ -187,8 +179,6 @@ def _attention_kernel(
     m_old, m_new = o_k < committed, (o_k >= committed) & (o_k < committed + num_rows)
     b_keys = tl.load(p_first_keys, mask=m_old[:, None] & m_d[None, :], other=0.0)
     b_values = tl.load(p_first_values, mask=m_old[:, None] & m_d[None, :], other=0.0)
-    if i_m == 0:
-        ask_ahead(upcoming, i_h * PROGRAMS + i_p, HEADS * PROGRAMS, LINES)
     if start + PROGRAMS <= last:
         # In a long context, also the next chunk.
         o_next = tl.minimum((start + PROGRAMS) * CHUNK + tl.arange(0, CHUNK), committed)
@@ -269,7 +259,7 @@ def attention_inputs(projected, norms: HeadNorms, cos, sin, key_cache, value_cac
 
 
 def block_attention(
-    query, key_cache, value_cache, committed, scale, causal, window, window_from_anchor, upcoming=None
+    query, key_cache, value_cache, committed, scale, causal, window, window_from_anchor
 ) -> torch.Tensor:
     """As `block_attention.block_attention`."""
     (num_rows, num_queries, size), heads = query.shape, key_cache.shape[0]
@@ -286,12 +276,10 @@ def block_attention(
     output = query.new_empty(num_rows, num_queries, size)
     with launch_device(query):
         _attention_kernel[(programs, heads, triton.cdiv(num_rows * group, block_m))](
-            query, key_cache, value_cache, committed, partial, statistics,
-            query if upcoming is None else upcoming, scale * LOG2_E, num_rows,
+            query, key_cache, value_cache, committed, partial, statistics, scale * LOG2_E, num_rows,
             *query.stride()[:2], *key_cache.stride()[:2], *value_cache.stride()[:2],
-            QUERIES=num_queries, GROUP=group, HEADS=heads, D=size, CAUSAL=causal, BM=block_m, BN=tile.block_n,
-            BD=padded, PRECISION="ieee" if query.dtype == torch.float32 else "tf32", **span,
-            **ahead_options("block_attention", upcoming), **launch_options(tile, query),
+            QUERIES=num_queries, GROUP=group, D=size, CAUSAL=causal, BM=block_m, BN=tile.block_n, BD=padded,
+            PRECISION="ieee" if query.dtype == torch.float32 else "tf32", **span, **launch_options(tile, query),
         )  # fmt: skip
         _combine_kernel[(num_rows * num_queries, triton.cdiv(size, part_size))](
             partial, statistics, committed, output, num_rows,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from .tiles import Tile, ahead_of
+from .tiles import Tile
 
 # Read once: `triton.jit` makes the same decision when it decorates a kernel.
 INTERPRETED = bool(knobs.runtime.interpret)
@@ -23,18 +23,12 @@ def launch_device(tensor: torch.Tensor) -> AbstractContextManager:
 
 def launch_options(tile: Tile, tensor: torch.Tensor) -> dict:
     """Keyword arguments of a launch that come from its tile; the kernel itself has OVERLAPS and PREFETCH (columns)."""
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "OVERLAPS": False, "PREFETCH": 0}
+    # Stages are counted for 16-bit entries; shared memory holds half as many of fp32.
+    num_stages = tile.num_stages if tensor.element_size() < 4 else (tile.num_stages + 1) // 2
+    options = {"num_warps": tile.num_warps, "num_stages": num_stages, "OVERLAPS": False, "PREFETCH": 0}
     if tile.overlaps and tensor.is_cuda and _can_overlap(tensor.device):
         options |= {"OVERLAPS": True, "PREFETCH": tile.prefetch * tile.block_k, "launch_pdl": True}
     return options
-
-
-def ahead_options(kernel: str, upcoming: torch.Tensor | None) -> dict:
-    """Keyword arguments of a kernel of AHEAD that asks for `upcoming`: LINES of 128 bytes."""
-    lines = 0
-    if upcoming is not None and upcoming.is_cuda and upcoming.is_contiguous() and _can_overlap(upcoming.device):
-        lines = min(ahead_of(kernel), upcoming.numel() * upcoming.element_size()) // 128
-    return {"LINES": lines}
 
 
 @cache
@@ -54,25 +48,6 @@ def let_next_start(OVERLAPS: tl.constexpr):
     """Called when the weights were read: the next kernel takes the place of programs that only have to finish."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def ask_ahead(weight, i_program, PROGRAMS: tl.constexpr, LINES: tl.constexpr):
-    """Brings this program's share of LINES lines of 128 bytes into the L2 cache; nothing waits for them.
-
-    Each of 128 entries of a tensor asks for neighbouring lines in one instruction of sm_90.
-    """
-    if LINES > 0:
-        SHARE: tl.constexpr = (LINES + PROGRAMS - 1) // PROGRAMS
-        EACH: tl.constexpr = (SHARE + 127) // 128
-        b_first = i_program * SHARE + tl.arange(0, 128) * EACH
-        b_count = tl.maximum(tl.minimum(tl.minimum((i_program + 1) * SHARE, LINES) - b_first, EACH), 0)
-        p_first = weight.to(tl.int64) + b_first.to(tl.int64) * 128
-        tl.inline_asm_elementwise(
-            "{ .reg .pred asks; setp.gt.s32 asks, $2, 0; "
-            "@asks cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-            "=r,l,r", [p_first, b_count * 128], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
 
 
 @triton.jit

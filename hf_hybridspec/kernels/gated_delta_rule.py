@@ -56,7 +56,6 @@ def verify_gated_delta_rule(
     recurrent_state: torch.Tensor,
     factors: CompactFactors,
     state_is_settled: bool = False,
-    upcoming: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Outputs of n consecutive rows that follow `recurrent_state`, which stays as it is (HybridSpec, section on GDN).
 
@@ -74,7 +73,6 @@ def verify_gated_delta_rule(
             `recurrent_state` alone. The state may then be read while that kernel still runs, if it lets this one
             start early (as the kernels of this package do, none of which does so before all kernels before it have
             ended). False is always right.
-        upcoming: weights that the next kernel reads. A GPU fetches them meanwhile; results do not change.
 
     Returns:
         `[B, n, HV, V]` in the dtype of `value`.
@@ -85,7 +83,7 @@ def verify_gated_delta_rule(
     _check_verify(query, key, value, log_decay, beta, recurrent_state, factors)
     kernels = implementation("gated_delta_rule", recurrent_state.device)
     return kernels.verify_gated_delta_rule(
-        query, key, value, log_decay, beta, recurrent_state, factors, state_is_settled, upcoming
+        query, key, value, log_decay, beta, recurrent_state, factors, state_is_settled
     )
 
 

@@ -31,7 +31,6 @@ def verify_gated_delta_rule(
     recurrent_state: torch.Tensor,
     factors: "CompactFactors",
     state_is_settled: bool = False,
-    upcoming: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `gated_delta_rule.verify_gated_delta_rule`; nothing here overlaps."""
     rows = query.shape[1]

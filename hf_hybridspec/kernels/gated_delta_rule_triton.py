@@ -36,7 +36,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common_triton import _can_overlap, ahead_options, ask_ahead, launch_device, let_next_start, wait_for_previous
+from .common_triton import _can_overlap, launch_device, let_next_start, wait_for_previous
 
 if TYPE_CHECKING:
     from .gated_delta_rule import CompactFactors
@@ -164,7 +164,7 @@ def _copy_for_each_warp(b_matrix, COPIES: tl.constexpr):
 
 @triton.jit
 def _verify_kernel(
-    query, key, value, log_decay, beta, state, factor_z, factor_k, factor_g, output, upcoming,
+    query, key, value, log_decay, beta, state, factor_z, factor_k, factor_g, output,
     stride_qb, stride_qn, stride_qh, stride_qd,
     stride_kb, stride_kn, stride_kh, stride_kd,
     stride_vb, stride_vn, stride_vh, stride_vd,
@@ -177,7 +177,7 @@ def _verify_kernel(
     scale,
     HV: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     SMALL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr,
-    PRECISION: tl.constexpr, LINES: tl.constexpr, OVERLAPS: tl.constexpr, SETTLED: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr, SETTLED: tl.constexpr,
 ):  # fmt: skip
     i_v, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_k = i_h // GROUP
@@ -207,11 +207,7 @@ def _verify_kernel(
     p_state = state + i_b * stride_sb + i_h.to(tl.int64) * stride_sh
     p_state += o_k[:, None] * stride_sk + o_v[None, :] * stride_sv
     m_state = m_k[:, None] & m_v[None, :]
-    b_state = tl.load(p_state, mask=m_state)
-    # The memory has little else to do before the next projection.
-    TILES: tl.constexpr = (V + BV - 1) // BV
-    ask_ahead(upcoming, i_h * TILES + i_v, HV * TILES, LINES)
-    b_high, b_low = _split_state(b_state, m_state, query.dtype.element_ty)
+    b_high, b_low = _split_state(tl.load(p_state, mask=m_state), m_state, query.dtype.element_ty)
 
     p_key = key + i_b * stride_kb + i_k * stride_kh + o_first[:, None] * stride_kn + o_k[None, :] * stride_kd
     p_query = query + i_b * stride_qb + i_k * stride_qh + o_first[:, None] * stride_qn + o_k[None, :] * stride_qd
@@ -334,7 +330,6 @@ def verify_gated_delta_rule(
     recurrent_state: torch.Tensor,
     factors: "CompactFactors",
     state_is_settled: bool = False,
-    upcoming: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `gated_delta_rule.verify_gated_delta_rule`."""
     batch, rows, num_k_heads, k_dim = key.shape
@@ -347,13 +342,12 @@ def verify_gated_delta_rule(
     with launch_device(value):
         _verify_kernel[(triton.cdiv(v_dim, block_v), num_v_heads, batch)](
             query, key, value, log_decay, beta, recurrent_state, factors.z, factors.k, factors.g, output,
-            value if upcoming is None else upcoming,
             *query.stride(), *key.stride(), *value.stride(), *log_decay.stride(), *beta.stride(),
             *recurrent_state.stride(), *factors.z.stride(), *factors.k.stride(), *factors.g.stride(),
             k_dim**-0.5,
             HV=num_v_heads, GROUP=num_v_heads // num_k_heads, N=rows, K=k_dim, V=v_dim,
             SMALL=PADDED_ROWS, BK=_padded(k_dim), BV=block_v, COLUMNS=WARP_COLUMNS, PART=part,
-            PRECISION=_precision(value.dtype, rows), **ahead_options("gated_delta_rule", upcoming),
+            PRECISION=_precision(value.dtype, rows),
             **_launch_options(VERIFY_TILE, value, state_is_settled),
         )  # fmt: skip
     return output

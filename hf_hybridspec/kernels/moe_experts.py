@@ -79,7 +79,6 @@ def route_rows(
     top_k: int,
     eps: float,
     routed: RoutedRows | None = None,
-    upcoming: torch.Tensor | None = None,
 ) -> RoutedRows:
     """RMSNorm, router, softmax and top-k.
 
@@ -90,7 +89,6 @@ def route_rows(
         eps: of the norm.
         routed: from `RoutedRows.empty` with n rows or more, written to and returned as the views of n rows, as when
             another graph reads it. None: made here.
-        upcoming: weights that the kernels after this one read. A GPU fetches them meanwhile; results do not change.
 
     Raises:
         ValueError: a shape or dtype differs from the above.
@@ -110,7 +108,7 @@ def route_rows(
             f"routed must hold {num_rows} rows or more of {top_k} choices of {num_experts} experts, got {sizes}."
         )
     routed = routed.first(num_rows)
-    implementation("moe_experts", weight.device).route_rows(rows, weight, eps, routed, upcoming)
+    implementation("moe_experts", weight.device).route_rows(rows, weight, eps, routed)
     return routed
 
 
@@ -135,7 +133,6 @@ def expert_down(
     residual: torch.Tensor,
     output: ResidualRows,
     counters: torch.Tensor | None = None,
-    upcoming: torch.Tensor | None = None,
 ) -> ResidualRows:
     """Down projections, weighted and added to the residual in the order of each row's top-k, the shared expert last.
 
@@ -144,7 +141,6 @@ def expert_down(
         output: room for n rows of H columns, whose `norm_scale` is that of the norm that follows; written to.
         counters: int32 zeros, at least one per 16 columns of H; they are zero again afterwards. None: made here, which
             a captured graph should not do.
-        upcoming: as for `route_rows`.
 
     Returns:
         `output`, with as many parts as were written.
@@ -157,7 +153,7 @@ def expert_down(
     _check_weights(residual, weights)
     check_room(output, tuple(residual.shape), residual.dtype)
     kernels = implementation("moe_experts", residual.device)
-    return kernels.expert_down(activated, routed, weights, residual, output, counters, upcoming)
+    return kernels.expert_down(activated, routed, weights, residual, output, counters)
 
 
 def _check_weights(rows: torch.Tensor, weights: ExpertWeights) -> None:

@@ -14,7 +14,7 @@ from .residual_rows import ResidualRows
 from .residual_rows_reference import normalised, write_residual
 
 
-def route_rows(rows: ResidualRows, weight, eps, routed: RoutedRows, upcoming=None) -> None:
+def route_rows(rows: ResidualRows, weight, eps, routed: RoutedRows) -> None:
     """As `moe_experts.route_rows`, into `routed`."""
     logits = F.linear(normalised(rows, eps), weight)
     num_experts, top_k = routed.slots.shape[1], routed.top_k_index.shape[1]
@@ -36,13 +36,7 @@ def expert_gate_up(rows: ResidualRows, routed: RoutedRows, weights: ExpertWeight
 
 
 def expert_down(
-    activated: ActivatedRows,
-    routed: RoutedRows,
-    weights: ExpertWeights,
-    residual,
-    output: ResidualRows,
-    counters=None,
-    upcoming=None,
+    activated: ActivatedRows, routed: RoutedRows, weights: ExpertWeights, residual, output: ResidualRows, counters=None
 ) -> ResidualRows:
     """As `moe_experts.expert_down`; needs no counters."""
     num_rows, top_k = routed.top_k_index.shape

@@ -12,30 +12,22 @@ import torch
 import triton
 import triton.language as tl
 
-from .common_triton import (
-    ahead_options,
-    ask_ahead,
-    launch_device,
-    launch_options,
-    let_next_start,
-    prefetch_rows,
-    wait_for_previous,
-)
+from .common_triton import launch_device, launch_options, let_next_start, prefetch_rows, wait_for_previous
 from .dense_mlp_triton import swiglu
 from .linear_triton import PADDED_ROWS, load_tile, multiply_add, precision_of
 from .moe_experts import ActivatedRows, ExpertWeights, RoutedRows
 from .residual_rows import ResidualRows
 from .residual_rows_triton import inverse_rms, load_squares, squares_options, store_residual
-from .tiles import ahead_of, tile_of
+from .tiles import tile_of
 
 ROUNDED = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _router_kernel(
-    rows, weight, partial, upcoming, num_rows, stride_xn, stride_xk, stride_wn, stride_wk,
+    rows, weight, partial, num_rows, stride_xn, stride_xk, stride_wn, stride_wk,
     N: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SPLITS: tl.constexpr, PRECISION: tl.constexpr, LINES: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
+    SPLITS: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     i_n, i_s = tl.program_id(0), tl.program_id(1)
     o_r, o_n = tl.arange(0, SMALL), i_n * BN + tl.arange(0, BN)
@@ -43,7 +35,6 @@ def _router_kernel(
     b_sum = tl.zeros([SMALL, BN], tl.float32)
     STEPS: tl.constexpr = (H + BK * SPLITS - 1) // (BK * SPLITS)
     prefetch_rows(weight, o_n, i_s * STEPS * BK, stride_wn, stride_wk, N, H, PREFETCH, OVERLAPS)
-    ask_ahead(upcoming, i_n * SPLITS + i_s, SPLITS * ((N + BN - 1) // BN), LINES)
     wait_for_previous(OVERLAPS)
     for step in range(STEPS):
         o_k = (i_s * STEPS + step) * BK + tl.arange(0, BK)
@@ -128,12 +119,11 @@ def _weight_tile(p_weight, o_n, o_k, stride_n, stride_k, m_n, m_k):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gate_up_kernel(
-    rows, squares, top_k_index, slots, gate_up, shared_gate_up, routed_out, shared_out, down, shared_down, eps,
-    num_rows, stride_xn, stride_xk, stride_sr, stride_se, stride_we, stride_wn, stride_wk, stride_vn, stride_vk,
+    rows, squares, top_k_index, slots, gate_up, shared_gate_up, routed_out, shared_out, eps, num_rows,
+    stride_xn, stride_xk, stride_sr, stride_se, stride_we, stride_wn, stride_wk, stride_vn, stride_vk,
     H: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
-    TOP_K: tl.constexpr, CHOICES: tl.constexpr, AHEAD: tl.constexpr, LINES: tl.constexpr,
-    SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
-    EARLY: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
+    TOP_K: tl.constexpr, CHOICES: tl.constexpr, SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     i_n, i_p = tl.program_id(0), tl.program_id(1)
     o_r, o_n = tl.arange(0, SMALL), i_n * BN + tl.arange(0, BN)
@@ -165,12 +155,6 @@ def _gate_up_kernel(
             b_up = multiply_add(b_rows, b_up_weight, b_up, PRECISION)
         let_next_start(OVERLAPS and not EARLY)
         b_rstd = inverse_rms(b_squares, eps, H)[:, None]
-        # Of what the next kernel reads, what it reads first, while this one has read all.
-        if i_p < AHEAD:
-            p_next = shared_down
-            if i_p > 0:
-                p_next = down + i_e * (H * INNER)
-            ask_ahead(p_next, i_n, (max(INNER, SHARED) + BN - 1) // BN, LINES)
         b_out = swiglu(b_gate * b_rstd, b_up * b_rstd, rows.dtype.element_ty)
         p_out, o_out, m_out = shared_out, o_r, m_r
         if i_p > 0:
@@ -181,10 +165,10 @@ def _gate_up_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def _down_kernel(
     routed_in, shared_in, top_k_index, slots, top_k_weights, shared_gate, down, shared_down, residual,
-    partial, counters, next_scale, values, scaled, squares, upcoming, num_rows,
+    partial, counters, next_scale, values, scaled, squares, num_rows,
     stride_sr, stride_se, stride_we, stride_wn, stride_wk, stride_vn, stride_vk, stride_rn, stride_rk,
     H: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
-    SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, LINES: tl.constexpr,
+    SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
     EARLY: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     i_n, i_p = tl.program_id(0), tl.program_id(1)
@@ -199,15 +183,7 @@ def _down_kernel(
         size = tl.where(i_p == 0, SHARED, INNER)
         stride_n, stride_k = tl.where(i_p == 0, stride_vn, stride_wn), tl.where(i_p == 0, stride_vk, stride_wk)
         STEPS: tl.constexpr = (max(INNER, SHARED) + BK - 1) // BK
-        if STEPS == 1:
-            # All weights at once, on their way while this program finds its rows and waits for them; in two halves,
-            # which follow one another through the same shared memory.
-            o_k, o_late = tl.arange(0, BK // 2), BK // 2 + tl.arange(0, BK // 2)
-            m_k, m_late = o_k < size, o_late < size
-            b_weight = _weight_tile(p_weight, o_n, o_k, stride_n, stride_k, m_n, m_k)
-            b_weight_late = _weight_tile(p_weight, o_n, o_late, stride_n, stride_k, m_n, m_late)
-        else:
-            prefetch_rows(p_weight, o_n, 0, stride_n, stride_k, H, min(INNER, SHARED), PREFETCH, OVERLAPS)
+        prefetch_rows(p_weight, o_n, 0, stride_n, stride_k, H, min(INNER, SHARED), PREFETCH, OVERLAPS)
 
         # The shared expert's position in every row is that after the top-k.
         p_rows, p_factor, o_source, b_slots = shared_in, shared_gate, o_r, tl.where(m_r, TOP_K, -1)
@@ -220,22 +196,12 @@ def _down_kernel(
         b_sum = tl.zeros([SMALL, BN], tl.float32)
         wait_for_previous(OVERLAPS)
         let_next_start(OVERLAPS and EARLY)
-        if STEPS == 1:
+        for i_k in range(STEPS):
+            o_k = i_k * BK + tl.arange(0, BK)
+            m_k = o_k < size
+            b_weight = _weight_tile(p_weight, o_n, o_k, stride_n, stride_k, m_n, m_k)
             b_rows = load_tile(p_rows, o_source, o_k, size, 1, m_member, m_k)
-            b_rows_late = load_tile(p_rows, o_source, o_late, size, 1, m_member, m_late)
-            # These two masks change nothing, but keep a half's way through shared memory behind what precedes them.
-            b_weight = tl.where(m_k[None, :], b_weight, 0.0)
             b_sum = multiply_add(b_rows, b_weight, b_sum, PRECISION)
-            b_rows_late = tl.where(m_late[None, :], b_rows_late, 0.0)
-            b_weight_late = tl.where(m_late[None, :], b_weight_late, 0.0)
-            b_sum = multiply_add(b_rows_late, b_weight_late, b_sum, PRECISION)
-        else:
-            for i_k in range(STEPS):
-                o_k = i_k * BK + tl.arange(0, BK)
-                m_k = o_k < size
-                b_weight = _weight_tile(p_weight, o_n, o_k, stride_n, stride_k, m_n, m_k)
-                b_rows = load_tile(p_rows, o_source, o_k, size, 1, m_member, m_k)
-                b_sum = multiply_add(b_rows, b_weight, b_sum, PRECISION)
         let_next_start(OVERLAPS and not EARLY)
         o_first = o_r * (TOP_K + 1)
         p_out = partial + (o_first + b_slots)[:, None] * H + o_n[None, :]
@@ -245,7 +211,6 @@ def _down_kernel(
         tl.debug_barrier()
         if tl.atomic_add(counters + i_n, written, sem="acq_rel") + written == num_rows * (TOP_K + 1):
             tl.store(counters + i_n, 0)
-            ask_ahead(upcoming, i_n, (H + BN - 1) // BN, LINES)
             b_total = load_tile(residual, o_r, o_n, stride_rn, stride_rk, m_r, m_n).to(tl.float32)
             p_parts = partial + o_first[:, None] * H + o_n[None, :]
             # Unrolled, so that all positions are asked for at once.
@@ -255,7 +220,7 @@ def _down_kernel(
             store_residual(b_total, values, next_scale, scaled, squares, i_n, o_r, o_n, m_r, m_n, H, SMALL)
 
 
-def route_rows(rows: ResidualRows, weight, eps, routed: RoutedRows, upcoming=None) -> None:
+def route_rows(rows: ResidualRows, weight, eps, routed: RoutedRows) -> None:
     """As `moe_experts.route_rows`, into `routed`."""
     tile, choice = tile_of("router"), tile_of("choose_experts")
     (num_rows, hidden), size_n, num_experts = rows.shape, weight.shape[0], routed.slots.shape[1]
@@ -264,10 +229,9 @@ def route_rows(rows: ResidualRows, weight, eps, routed: RoutedRows, upcoming=Non
     partial = weight.new_empty(tile.splits, PADDED_ROWS, width, dtype=torch.float32)
     with launch_device(weight):
         _router_kernel[(triton.cdiv(size_n, tile.block_n), tile.splits)](
-            rows.scaled, weight, partial, weight if upcoming is None else upcoming, num_rows,
-            *rows.scaled.stride(), *weight.stride(),
+            rows.scaled, weight, partial, num_rows, *rows.scaled.stride(), *weight.stride(),
             N=size_n, H=hidden, WIDTH=width, SMALL=PADDED_ROWS, BN=tile.block_n, BK=tile.block_k, SPLITS=tile.splits,
-            PRECISION=precision_of(weight), **ahead_options("router", upcoming), **launch_options(tile, weight),
+            PRECISION=precision_of(weight), **launch_options(tile, weight),
         )  # fmt: skip
         _choose_kernel[(num_rows,)](
             partial, rows.squares, routed.top_k_index, routed.top_k_weights, routed.shared_gate, routed.slots, eps,
@@ -282,18 +246,14 @@ def expert_gate_up(rows: ResidualRows, routed: RoutedRows, weights: ExpertWeight
     tile, (num_rows, top_k) = tile_of("expert_gate_up"), routed.top_k_index.shape
     inner, shared = weights.down.shape[2], weights.shared_down.shape[1]
     scaled = rows.scaled
-    expert_bytes = min(inner, shared) * scaled.shape[1] * scaled.element_size()
     activated = ActivatedRows(scaled.new_empty(num_rows, top_k, inner), scaled.new_empty(num_rows, shared))
     with launch_device(scaled):
         _gate_up_kernel[(triton.cdiv(max(inner, shared), tile.block_n), num_rows * top_k + 1)](
             scaled, rows.squares, routed.top_k_index, routed.slots,
-            weights.gate_up, weights.shared_gate_up, activated.routed, activated.shared,
-            weights.down, weights.shared_down, eps, num_rows,
+            weights.gate_up, weights.shared_gate_up, activated.routed, activated.shared, eps, num_rows,
             *scaled.stride(), *routed.slots.stride(), *weights.gate_up.stride(), *weights.shared_gate_up.stride(),
             H=scaled.shape[1], INNER=inner, SHARED=shared, TOP_K=top_k, CHOICES=_choices(top_k), SMALL=PADDED_ROWS,
-            AHEAD=min(top_k + 1, ahead_of("expert_gate_up") // expert_bytes),
             BN=tile.block_n, BK=tile.block_k, PRECISION=precision_of(scaled), EARLY=tile.next_starts_early,
-            **ahead_options("expert_gate_up", _smaller_down(weights)),
             **squares_options(rows), **launch_options(tile, scaled),
         )  # fmt: skip
     return activated
@@ -303,28 +263,15 @@ def _choices(top_k: int) -> int:
     return triton.next_power_of_2(PADDED_ROWS * top_k)
 
 
-def _smaller_down(weights: ExpertWeights) -> torch.Tensor | None:
-    """One expert's second matrix, routed or shared, whichever is smaller; None where experts do not lie together."""
-    if not weights.down.is_contiguous():
-        return None
-    return min(weights.down[0], weights.shared_down, key=torch.Tensor.numel)
-
-
 def expert_down(
-    activated: ActivatedRows,
-    routed: RoutedRows,
-    weights: ExpertWeights,
-    residual,
-    output: ResidualRows,
-    counters=None,
-    upcoming=None,
+    activated: ActivatedRows, routed: RoutedRows, weights: ExpertWeights, residual, output: ResidualRows, counters=None
 ) -> ResidualRows:
     """As `moe_experts.expert_down`."""
     tile, (num_rows, top_k) = tile_of("expert_down"), routed.top_k_index.shape
     hidden, inner, shared = residual.shape[1], weights.down.shape[2], weights.shared_down.shape[1]
     num_tiles = triton.cdiv(hidden, tile.block_n)
-    # Not wider than there are columns; half of one step holds 16 or more.
-    block_k = max(32, min(tile.block_k, triton.next_power_of_2(max(inner, shared))))
+    # Not wider than there are columns.
+    block_k = max(16, min(tile.block_k, triton.next_power_of_2(max(inner, shared))))
     partial = residual.new_empty(num_rows, top_k + 1, hidden, dtype=torch.float32)
     if counters is None:
         counters = torch.zeros(num_tiles, dtype=torch.int32, device=residual.device)
@@ -332,11 +279,10 @@ def expert_down(
         _down_kernel[(num_tiles, num_rows * top_k + 1)](
             activated.routed, activated.shared, routed.top_k_index, routed.slots,
             routed.top_k_weights, routed.shared_gate, weights.down, weights.shared_down, residual,
-            partial, counters, output.norm_scale, output.values, output.scaled, output.squares,
-            residual if upcoming is None else upcoming, num_rows,
+            partial, counters, output.norm_scale, output.values, output.scaled, output.squares, num_rows,
             *routed.slots.stride(), *weights.down.stride(), *weights.shared_down.stride(), *residual.stride(),
             H=hidden, INNER=inner, SHARED=shared, TOP_K=top_k, CHOICES=_choices(top_k), SMALL=PADDED_ROWS,
             BN=tile.block_n, BK=block_k, PRECISION=precision_of(residual), EARLY=tile.next_starts_early,
-            **ahead_options("expert_down", upcoming), **launch_options(tile, residual),
+            **launch_options(tile, residual),
         )  # fmt: skip
     return output.of_parts(num_tiles)

@@ -2,11 +2,10 @@
 
 Tiles change times alone: `block_k` and `splits` fix the order of a row's sum, the same at every number of rows.
 
-Measured on an H200 at the shapes of Qwen3.6-35B-A3B (`benchmarks/tune_tiles.py`, benchmarks/NOTES.md) are those of
-`gated_norm_linear` and `gated_linear`. The kernels that read scaled rows were measured before they did, with the norm
-in their loops; their tiles are those at which plain kernels of the same matrices ran best. All others are guesses, the
-one of `expert_down` among them. All kernels of a sparse target's forward overlap: by themselves few gain from it, all
-together 4 % at one row and 2 % at eight.
+Measured on an H200 at the shapes of Qwen3.6-35B-A3B (`benchmarks/tune_tiles.py`, `benchmarks/block_attention.py`,
+benchmarks/NOTES.md) are those of a sparse target's forward, all but that of the output head. Those of dense targets
+are guesses. All kernels of a sparse target's forward overlap: by themselves few gain from it, all together 4 % at one
+row and 2 % at eight.
 """
 
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ class Tile:
     Attributes:
         block_n, block_k: rows and columns of the weight in one step.
         splits: programs that share the columns of the same rows.
-        num_warps, num_stages: of a program.
+        num_warps, num_stages: of a program; stages of 16-bit entries, of which fp32 takes half.
         overlaps: whether the kernel starts while the one before it ends (programmatic dependent launch). It then waits
             before it touches anything but weights. Ignored where the device cannot.
         prefetch: steps whose weights a kernel that overlaps asks for before it waits.
@@ -66,19 +65,7 @@ TILES = {
     "context_inputs": Tile(block_n=1, block_k=128, num_stages=3),
 }
 
-MEGABYTE = 1 << 20
-# Bytes of a later kernel's weights that a kernel brings into the L2 cache, at most, while it leaves the memory idle:
-# those that wait for one another's results, and the experts' at their end.
-AHEAD = {
-    "gated_delta_rule": 32 * MEGABYTE,
-    "block_attention": 32 * MEGABYTE,
-    "router": 8 * MEGABYTE,
-    "expert_gate_up": 20 * MEGABYTE,
-    "expert_down": 12 * MEGABYTE,
-}
-
 _override: ContextVar[dict[str, Tile] | None] = ContextVar("hybridspec_tiles", default=None)
-_ahead_override: ContextVar[dict[str, int] | None] = ContextVar("hybridspec_ahead", default=None)
 
 
 def tile_of(kernel: str) -> Tile:
@@ -100,24 +87,3 @@ def use_tiles(tiles: dict[str, Tile]) -> Iterator[None]:
         yield
     finally:
         _override.reset(token)
-
-
-def ahead_of(kernel: str) -> int:
-    """The bytes of AHEAD for a kernel, or those of the innermost `use_ahead` that names it."""
-    return {**AHEAD, **(_ahead_override.get() or {})}[kernel]
-
-
-@contextmanager
-def use_ahead(amounts: dict[str, int]) -> Iterator[None]:
-    """Runs the enclosed code with other bytes for the kernels named.
-
-    Raises:
-        ValueError: a kernel is not in AHEAD.
-    """
-    if unknown := sorted(set(amounts) - set(AHEAD)):
-        raise ValueError(f"Bytes can be given for {', '.join(AHEAD)}, got {', '.join(unknown)}.")
-    token = _ahead_override.set({**(_ahead_override.get() or {}), **amounts})
-    try:
-        yield
-    finally:
-        _ahead_override.reset(token)

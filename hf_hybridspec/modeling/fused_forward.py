@@ -60,7 +60,6 @@ class FusedForward:
         starts = [layer.mixer.norm_scale for layer in self.weights.layers]
         self._scales_after_mixer = [layer.feed_forward.norm_scale for layer in self.weights.layers]
         self._scales_after_layer = [*starts[1:], self.weights.final_scale]
-        self._first_of_layer = [*(_first_read(layer.mixer) for layer in self.weights.layers), self.weights.head]
         # What Stage 0 leaves lies in one place for all u: stages of different lengths are captured apart.
         self._residual = ResidualRows.empty(MAX_ROWS, first.norm_scale, embedding.dtype)
         self._routed = None
@@ -98,9 +97,7 @@ class FusedForward:
                 room = self._room(length, self._scales_after_mixer[layer_idx])
                 hidden = self._mix(layer.mixer, hidden, state.layers[layer_idx], rotation, state.committed, room)
             room = self._room(length, self._scales_after_layer[layer_idx])
-            upcoming = self._first_of_layer[layer_idx + 1]
-            given = routed if layer_idx == 0 else None
-            hidden = self._feed_forward(layer.feed_forward, hidden, given, room, upcoming)
+            hidden = self._feed_forward(layer.feed_forward, hidden, routed if layer_idx == 0 else None, room)
             if layer_idx in self.target_layer_ids:
                 taps[layer_idx] = hidden.values
         logits = norm_linear(hidden, self.weights.head, self.weights.eps)
@@ -142,7 +139,6 @@ class FusedForward:
             state.factors,
             # The producer, launched just before, leaves it alone.
             state_is_settled=True,
-            upcoming=mixer.output,
         )[0]
         gate = produced.z.unflatten(1, by_value_head)
         return gated_norm_linear(
@@ -163,26 +159,16 @@ class FusedForward:
         projected = norm_linear(hidden, mixer.projection, eps)
         keys, values = state.keys, state.values
         inputs = attention_inputs(projected, mixer.norms, rotation.cos, rotation.sin, keys, values, committed, eps)
-        scale = keys.shape[2] ** -0.5
-        attended = block_attention(inputs.query, keys, values, committed, scale, upcoming=mixer.output)
+        attended = block_attention(inputs.query, keys, values, committed, keys.shape[2] ** -0.5)
         return gated_linear(attended, inputs.gate, mixer.output, hidden.values, room, self._counters)
 
     def _route(self, block: SparseWeights, hidden: ResidualRows, room: RoutedRows | None = None) -> RoutedRows:
-        upcoming = block.experts.shared_gate_up
-        return route_rows(hidden, block.router, block.top_k, self.weights.eps, room, upcoming)
+        return route_rows(hidden, block.router, block.top_k, self.weights.eps, room)
 
     def _feed_forward(
-        self,
-        block: SparseWeights | DenseWeights,
-        hidden: ResidualRows,
-        routed: RoutedRows | None,
-        room: ResidualRows,
-        upcoming: Tensor,
+        self, block: SparseWeights | DenseWeights, hidden: ResidualRows, routed: RoutedRows | None, room: ResidualRows
     ) -> ResidualRows:
-        """The residual stream after the rest of a layer; `routed` where the router has run already.
-
-        `upcoming` is what the layer after it reads first.
-        """
+        """The residual stream after the rest of a layer; `routed` where the router has run already."""
         eps = self.weights.eps
         if isinstance(block, DenseWeights):
             activated = dense_gate_up(hidden, block.gate_up, eps)
@@ -190,9 +176,4 @@ class FusedForward:
         if routed is None:
             routed = self._route(block, hidden)
         activated = expert_gate_up(hidden, routed, block.experts, eps)
-        return expert_down(activated, routed, block.experts, hidden.values, room, self._counters, upcoming)
-
-
-def _first_read(mixer: GatedDeltaWeights | AttentionWeights) -> Tensor:
-    """The weights that a layer reads first."""
-    return mixer.producer.projection if isinstance(mixer, GatedDeltaWeights) else mixer.projection
+        return expert_down(activated, routed, block.experts, hidden.values, room, self._counters)

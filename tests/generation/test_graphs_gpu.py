@@ -109,10 +109,13 @@ def test_sampling(models, stepwise, options):
 
 
 def test_plain_rounds_equal_drafted_ones(models, stepwise):
-    """Greedy and with the same kernels: a row does not depend on the rows beside it."""
+    """Greedy and with the same kernels: a row does not depend on the rows beside it, in 16 bits up to eight of them.
+
+    From nine rows on the GDN solve has another shape and, in 16 bits, another precision.
+    """
     plain, statistics = both(models, stepwise, assistant_model=None)
     assert set(statistics.verification_lengths) == {1}
-    drafted, _ = both(models, stepwise, length_policy="full")
+    drafted, _ = both(models, stepwise, length_policy="full" if models[0].dtype == torch.float32 else Static(8))
     assert plain == drafted
 
 

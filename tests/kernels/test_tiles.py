@@ -8,7 +8,7 @@ import torch
 from hf_hybridspec.kernels import linear
 from hf_hybridspec.kernels.dispatch import use_kernels
 from hf_hybridspec.kernels.residual_rows import ResidualRows
-from hf_hybridspec.kernels.tiles import AHEAD, TILES, Tile, ahead_of, tile_of, use_ahead, use_tiles
+from hf_hybridspec.kernels.tiles import TILES, Tile, tile_of, use_tiles
 
 
 def test_the_innermost_override_of_a_kernel_wins_and_ends():
@@ -66,14 +66,3 @@ def test_kernels_that_overlap_give_the_same_bits(triton_device):
         for prefetch in (0, 1):
             with use_tiles({"gated_linear": replace(tile, overlaps=True, prefetch=prefetch)}):
                 assert torch.equal(chain(), expected)
-
-
-def test_bytes_asked_for_ahead_nest_and_unknown_kernels_are_refused():
-    table = dict(AHEAD)
-    with use_ahead({"router": 5, "expert_down": 6}):
-        with use_ahead({"router": 7}):
-            assert ahead_of("router") == 7 and ahead_of("expert_down") == 6
-        assert ahead_of("router") == 5
-    assert {kernel: ahead_of(kernel) for kernel in AHEAD} == table
-    with pytest.raises(ValueError, match="got commit"), use_ahead({"commit": 1}):
-        pass
