@@ -41,6 +41,11 @@ FORWARD_KERNELS = (
     "combine_attention", "gated_linear", "router", "choose_experts", "expert_gate_up", "expert_down",
     "wide_norm_linear",
 )  # fmt: skip
+# Those that may let the next one start before they have read their weights.
+HEED_EARLY = (
+    "gated_delta_inputs", "gated_norm_linear", "norm_linear", "gated_linear", "router", "expert_gate_up",
+    "expert_down",
+)  # fmt: skip
 # Rows that a cache has free: the step of plain decoding commits one a replay.
 ROOM = 512
 
@@ -205,6 +210,9 @@ def _overlap_variants(tiles: dict[str, Tile], is_tiny: bool) -> dict[str, dict[s
     for name in () if is_tiny else FORWARD_KERNELS:
         tile = tiles[name]
         variants[f"{name} {'not' if tile.overlaps else 'too'}"] = {name: replace(tile, overlaps=not tile.overlaps)}
+    for name in () if is_tiny else HEED_EARLY:
+        variants[f"early {name}"] = {name: replace(tiles[name], next_starts_early=True)}
+    variants["early all"] = {name: replace(tiles[name], next_starts_early=True) for name in HEED_EARLY}
     return variants
 
 

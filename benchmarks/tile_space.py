@@ -62,7 +62,7 @@ def pipelines(kernel: str, tile: Tile) -> list[Tile]:
 def overlaps(kernel: str, tile: Tile) -> list[Tile]:
     """Round 3: starting early, with and without asking for weights, letting the next kernel start early, and not."""
     tiles = [replace(tile, overlaps=False, prefetch=0, next_starts_early=False)]
-    for early, prefetch in product((False, True) if kernel in EXPERTS else (False,), (0, 1, 4)):
+    for early, prefetch in product((False, True), (0, 1, 4)):
         tiles.append(replace(tile, overlaps=True, prefetch=prefetch, next_starts_early=early))
     return [other for other in tiles if other != tile]
 

@@ -43,7 +43,7 @@ def _producer_kernel(
     H: tl.constexpr, C: tl.constexpr, Z: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
     KERNEL: tl.constexpr, REORDERED: tl.constexpr,
     SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     i_n = tl.program_id(0)
     o_r, o_n = tl.arange(0, SMALL), i_n * BN + tl.arange(0, BN)
@@ -56,6 +56,7 @@ def _producer_kernel(
     prefetch_rows(conv_state, o_n, 0, KERNEL, 1, C, KERNEL, HISTORY_COLUMNS, OVERLAPS)
     prefetch_rows(conv_weight, o_n, 0, KERNEL, 1, C, KERNEL, HISTORY_COLUMNS, OVERLAPS)
     wait_for_previous(OVERLAPS)
+    let_next_start(OVERLAPS and EARLY)
     b_squares = load_squares(squares, o_r, m_r, PARTS, PADDED, SMALL)
     b_sum = tl.zeros([SMALL, BN], tl.float32)
     for i_k in range(tl.cdiv(H, BK)):
@@ -64,7 +65,7 @@ def _producer_kernel(
         b_weight = load_tile(weight, o_source, o_k, stride_wn, stride_wk, m_n, m_k)
         b_rows = load_tile(rows, o_r, o_k, stride_xn, stride_xk, m_r, m_k)
         b_sum = multiply_add(b_rows, b_weight, b_sum, PRECISION)
-    let_next_start(OVERLAPS)
+    let_next_start(OVERLAPS and not EARLY)
     b_out = (b_sum * inverse_rms(b_squares, eps, H)[:, None]).to(rows.dtype.element_ty)
     if i_n * BN < C:
         m_c = o_n < C
@@ -110,6 +111,7 @@ def gated_delta_inputs(rows: ResidualRows, weights: ProducerWeights, conv_state,
             *scaled.stride(), *weights.projection.stride(), conv_rows.stride(0),
             H=size, C=channels, Z=gates, HEADS=heads, KERNEL=kernel,
             REORDERED=weights.row_order is not None, SMALL=PADDED_ROWS, BN=tile.block_n, BK=tile.block_k,
-            PRECISION=precision_of(scaled), **squares_options(rows), **launch_options(tile, scaled),
+            PRECISION=precision_of(scaled), EARLY=tile.next_starts_early,
+            **squares_options(rows), **launch_options(tile, scaled),
         )  # fmt: skip
     return produced

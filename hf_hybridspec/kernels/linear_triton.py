@@ -40,12 +40,13 @@ def _norm_kernel(
     rows, squares, weight, output, eps, num_rows, stride_xn, stride_xk, stride_wn, stride_wk,
     N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
     SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     o_r, o_n = tl.arange(0, SMALL), tl.program_id(0) * BN + tl.arange(0, BN)
     m_r, m_n = o_r < num_rows, o_n < N
     prefetch_rows(weight, o_n, 0, stride_wn, stride_wk, N, K, PREFETCH, OVERLAPS)
     wait_for_previous(OVERLAPS)
+    let_next_start(OVERLAPS and EARLY)
     b_squares = load_squares(squares, o_r, m_r, PARTS, PADDED, SMALL)
     b_sum = tl.zeros([SMALL, BN], tl.float32)
     for i_k in range(tl.cdiv(K, BK)):
@@ -54,7 +55,7 @@ def _norm_kernel(
         b_weight = load_tile(weight, o_n, o_k, stride_wn, stride_wk, m_n, m_k)
         b_rows = load_tile(rows, o_r, o_k, stride_xn, stride_xk, m_r, m_k)
         b_sum = multiply_add(b_rows, b_weight, b_sum, PRECISION)
-    let_next_start(OVERLAPS)
+    let_next_start(OVERLAPS and not EARLY)
     b_sum *= inverse_rms(b_squares, eps, K)[:, None]
     tl.store(
         output + o_r[:, None] * N + o_n[None, :], b_sum.to(output.dtype.element_ty), mask=m_r[:, None] & m_n[None, :]
@@ -80,7 +81,7 @@ def _residual_kernel(
     stride_xn, stride_xh, stride_xk, stride_gn, stride_gh, stride_gk, stride_wn, stride_wk, stride_rn, stride_rk,
     N: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
     SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     i_n, i_s = tl.program_id(0), tl.program_id(1)
     o_r, o_n = tl.arange(0, SMALL), i_n * BN + tl.arange(0, BN)
@@ -91,6 +92,7 @@ def _residual_kernel(
     PER_SPLIT: tl.constexpr = (HEADS * PARTS + SPLITS - 1) // SPLITS
     prefetch_rows(weight, o_n, i_s * PER_SPLIT * BK, stride_wn, stride_wk, N, K, PREFETCH, OVERLAPS)
     wait_for_previous(OVERLAPS)
+    let_next_start(OVERLAPS and EARLY)
     for step in range(PER_SPLIT):
         i_step = i_s * PER_SPLIT + step
         i_h = i_step // PARTS
@@ -106,7 +108,7 @@ def _residual_kernel(
             b_scale = tl.load(scale + o_w, mask=m_k, other=0.0).to(tl.float32)
         b_rows = prepare_rows(b_rows, b_gate, b_scale, eps, KIND, WIDTH)
         b_sum = multiply_add(b_rows, b_weight, b_sum, PRECISION)
-    let_next_start(OVERLAPS)
+    let_next_start(OVERLAPS and not EARLY)
     is_last = True
     if SPLITS > 1:
         p_tile = partial + o_r[:, None] * N + o_n[None, :]
@@ -134,7 +136,7 @@ def norm_linear(rows: ResidualRows, weight: torch.Tensor, eps: float) -> torch.T
         _norm_kernel[(triton.cdiv(size_n, tile.block_n),)](
             rows.scaled, rows.squares, weight, output, eps, num_rows, *rows.scaled.stride(), *weight.stride(),
             N=size_n, K=size_k, SMALL=PADDED_ROWS, BN=tile.block_n, BK=tile.block_k, PRECISION=precision_of(weight),
-            **squares_options(rows), **launch_options(tile, weight),
+            EARLY=tile.next_starts_early, **squares_options(rows), **launch_options(tile, weight),
         )  # fmt: skip
     return output
 
@@ -168,7 +170,7 @@ def add_projection(kernel, kind, rows, gate, scale, weight, residual, output, ep
             *rows.stride(), *gate.stride(), *weight.stride(), *residual.stride(),
             N=size_n, HEADS=heads, WIDTH=width, KIND=kind,
             SMALL=PADDED_ROWS, BN=tile.block_n, BK=block_k, SPLITS=tile.splits, PRECISION=precision_of(rows),
-            **launch_options(tile, rows),
+            EARLY=tile.next_starts_early, **launch_options(tile, rows),
         )  # fmt: skip
     return output.of_parts(num_tiles)
 

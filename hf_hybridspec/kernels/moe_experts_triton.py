@@ -27,7 +27,8 @@ ROUNDED = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 def _router_kernel(
     rows, weight, partial, num_rows, stride_xn, stride_xk, stride_wn, stride_wk,
     N: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SPLITS: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
+    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     i_n, i_s = tl.program_id(0), tl.program_id(1)
     o_r, o_n = tl.arange(0, SMALL), i_n * BN + tl.arange(0, BN)
@@ -36,13 +37,14 @@ def _router_kernel(
     STEPS: tl.constexpr = (H + BK * SPLITS - 1) // (BK * SPLITS)
     prefetch_rows(weight, o_n, i_s * STEPS * BK, stride_wn, stride_wk, N, H, PREFETCH, OVERLAPS)
     wait_for_previous(OVERLAPS)
+    let_next_start(OVERLAPS and EARLY)
     for step in range(STEPS):
         o_k = (i_s * STEPS + step) * BK + tl.arange(0, BK)
         m_k = o_k < H
         b_weight = load_tile(weight, o_n, o_k, stride_wn, stride_wk, m_n, m_k)
         b_rows = load_tile(rows, o_r, o_k, stride_xn, stride_xk, m_r, m_k)
         b_sum = multiply_add(b_rows, b_weight, b_sum, PRECISION)
-    let_next_start(OVERLAPS)
+    let_next_start(OVERLAPS and not EARLY)
     p_partial = partial + (i_s * SMALL + o_r[:, None]) * WIDTH + o_n[None, :]
     tl.store(p_partial, b_sum, mask=m_r[:, None] & m_n[None, :])
 
@@ -231,7 +233,7 @@ def route_rows(rows: ResidualRows, weight, eps, routed: RoutedRows) -> None:
         _router_kernel[(triton.cdiv(size_n, tile.block_n), tile.splits)](
             rows.scaled, weight, partial, num_rows, *rows.scaled.stride(), *weight.stride(),
             N=size_n, H=hidden, WIDTH=width, SMALL=PADDED_ROWS, BN=tile.block_n, BK=tile.block_k, SPLITS=tile.splits,
-            PRECISION=precision_of(weight), **launch_options(tile, weight),
+            PRECISION=precision_of(weight), EARLY=tile.next_starts_early, **launch_options(tile, weight),
         )  # fmt: skip
         _choose_kernel[(num_rows,)](
             partial, rows.squares, routed.top_k_index, routed.top_k_weights, routed.shared_gate, routed.slots, eps,

@@ -36,12 +36,12 @@ def gather_states(recurrent_states: Tensor, layers: Tensor, out: Tensor) -> None
     implementation("state_reader", out.device).gather_states(recurrent_states, layers, out)
 
 
-def project_states(states: Tensor, value_projection: Tensor) -> ProjectedStates:
-    """Normalises and projects the states, once per round.
+def project_states(states: Tensor, value_projection: Tensor, key_projection: Tensor) -> ProjectedStates:
+    """Reduces each state to what rows read of it, once per round.
 
     Args:
         states: [N, J, K, V], floating (the cache keeps fp32); not mutated.
-        value_projection: [J, V, r].
+        value_projection: [J, V, r] (V). key_projection: [J, r, K] (U).
 
     Raises ValueError for shapes that do not match.
     """
@@ -50,36 +50,39 @@ def project_states(states: Tensor, value_projection: Tensor) -> ProjectedStates:
             "states must be [N, J, K, V] and value_projection [J, V, r], got "
             f"{tuple(states.shape)} and {tuple(value_projection.shape)}."
         )
-    if (states.shape[1], states.shape[3]) != tuple(value_projection.shape[:2]):
+    _, J, K, V = states.shape
+    if tuple(value_projection.shape[:2]) != (J, V):
         raise ValueError(
             f"value_projection {tuple(value_projection.shape)} does not fit states {tuple(states.shape)}: "
-            f"it must be [{states.shape[1]}, {states.shape[3]}, r]."
+            f"it must be [{J}, {V}, r]."
         )
-    return _kernels(states, value_projection).project_states(states, value_projection)
+    _check_shape("key_projection", key_projection, (J, value_projection.shape[2], K))
+    kernels = _kernels(states, value_projection, key_projection)
+    return kernels.project_states(states, value_projection, key_projection)
 
 
-def read_projected_states(
-    states: ProjectedStates, hidden: Tensor, query_projection: Tensor, key_projection: Tensor
-) -> Tensor:
+def read_projected_states(states: ProjectedStates, hidden: Tensor, query_projection: Tensor) -> Tensor:
     """Reads the projected states with each draft row.
 
     Args:
         states: of the N blocks.
         hidden: [N, B, d], the rows' representation, floating.
-        query_projection: [J, r, d] (W_q). key_projection: [J, r, K] (U).
+        query_projection: [J, r, d] (W_q).
 
     Returns [N, B, J * (r + 1)] fp32: per state the r reads, then log rms. Raises ValueError for shapes that do not
     match.
     """
-    N, J, r, K = states.projected.shape
-    expected = {"query_projection": (J, r, hidden.shape[-1]), "key_projection": (J, r, K)}
-    for name, tensor in (("query_projection", query_projection), ("key_projection", key_projection)):
-        if tuple(tensor.shape) != expected[name]:
-            raise ValueError(f"{name} must be {expected[name]}, got {tuple(tensor.shape)}.")
+    N, J, _, r, _ = states.core.shape
+    _check_shape("query_projection", query_projection, (J, r, hidden.shape[-1]))
     if hidden.dim() != 3 or hidden.shape[0] != N:
         raise ValueError(f"hidden must be [{N}, B, d], one block per set of states, got {tuple(hidden.shape)}.")
-    kernels = _kernels(states.projected, hidden, query_projection, key_projection)
-    return kernels.read_projected_states(states, hidden, query_projection, key_projection)
+    kernels = _kernels(states.core, states.mean_square, hidden, query_projection)
+    return kernels.read_projected_states(states, hidden, query_projection)
+
+
+def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != expected:
+        raise ValueError(f"{name} must be {expected}, got {tuple(tensor.shape)}.")
 
 
 def _kernels(*tensors: Tensor) -> ModuleType:

@@ -1,10 +1,13 @@
-"""State reader in Triton: one launch each for gathering, for normalising and projecting, and for reading and packing.
+"""State reader in Triton: one launch each for gathering and for projecting, two for reading.
 
-Gather: a copy, spread over (part of a state, state, sequence). Project: one program a state holds its whole [K, V],
-so that rms, normalisation and V^T S_bar need one read of it. Read: one program a state; since u = T U^T (W_q h), the
-r x r product T U^T takes the place of the K-wide queries, and W_q is read once for all rows of the block.
+Gather: a copy, spread over (part of a state, state, sequence). Project: since u = (T U^T)(W_q h), rows need r x r
+numbers of a state; columns k add up, so a program takes a few rows of one stored state [K, V] and leaves its part. Read:
+W_q of all states is one matrix [J r, d]; programs take 16 of its rows and a stretch of d, each number once for all rows
+of the blocks. A last launch adds the parts in a fixed order, so that results repeat, and packs reads and log rms.
 
-Forward only: the dispatcher takes the reference where a gradient is wanted.
+Everything is split so far that a GPU's multiprocessors all have work at batch 1; products run on tensor cores (fp32 ones
+in three tf32 steps), since those of fp32 units spill. Forward only: the dispatcher takes the reference where a gradient
+is wanted.
 """
 
 import torch
@@ -16,6 +19,14 @@ from .common_triton import launch_device
 from .state_reader_reference import RMS_EPS, ProjectedStates
 
 GATHER_BLOCK = 4096
+# Rows of a stored state in one program: 16 KB of a state of 128 columns.
+STATE_ROWS = 32
+# Columns of one step: as many steps as stages at 128 columns, so that all are asked for at once.
+STATE_COLUMNS = 32
+# Numbers of d that one step of the read takes, of 2 and of 4 bytes.
+STEP_HALF, STEP_FLOAT = 512, 128
+# The read splits d until it has about so many programs: three to four on each multiprocessor of a large GPU.
+READ_PROGRAMS = 480
 
 
 @triton.jit
@@ -35,64 +46,85 @@ def _gather_kernel(
 
 @triton.jit
 def _project_kernel(
-    states, value_projection, projected, log_rms,
-    stride_sn, stride_sj, stride_sk, stride_sv, stride_pj, stride_pv, stride_pr, J,
-    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BR: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, EPS: tl.constexpr,
+    states, value_projection, key_projection, core, mean_square,
+    stride_sn, stride_sj, stride_sk, stride_sv, stride_pj, stride_pv, stride_pr, stride_uj, stride_ur, stride_uk, J,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    i_j, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    o_r, o_k, o_v = tl.arange(0, BR), tl.arange(0, BK), tl.arange(0, BV)
-    m_r, m_k, m_v = o_r < R, o_k < K, o_v < V
+    i_part, i_j, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    o_r, o_v, o_k = tl.arange(0, BR), tl.arange(0, BV), i_part * BK + tl.arange(0, BK)
+    m_r, m_k = o_r < R, o_k < K
     p_state = states + i_n * stride_sn + i_j.to(tl.int64) * stride_sj
     p_state += o_k[:, None] * stride_sk + o_v[None, :] * stride_sv
-    b_state = tl.load(p_state, mask=m_k[:, None] & m_v[None, :], other=0.0).to(tl.float32)
-    b_mean_square = tl.sum(tl.sum(b_state * b_state, axis=1), axis=0) / (K * V) + EPS
-
     p_value = value_projection + i_j * stride_pj + o_v[:, None] * stride_pv + o_r[None, :] * stride_pr
-    b_value = tl.load(p_value, mask=m_v[:, None] & m_r[None, :], other=0.0).to(tl.float32)
-    b_projected = tl.dot(b_state, b_value, input_precision="ieee") * tl.rsqrt(b_mean_square)
-    p_projected = projected + ((i_n * J + i_j) * R + o_r[None, :]) * K + o_k[:, None]
-    tl.store(p_projected, b_projected, mask=m_k[:, None] & m_r[None, :])
-    tl.store(log_rms + i_n * J + i_j, 0.5 * tl.log(b_mean_square))
+    p_key = key_projection + i_j * stride_uj + o_r[None, :] * stride_ur + o_k[:, None] * stride_uk
+    b_key = tl.load(p_key, mask=m_k[:, None] & m_r[None, :], other=0.0).to(tl.float32)
+
+    # T of these k, transposed; then their part of T U^T.
+    b_projected = tl.zeros([BK, BR], dtype=tl.float32)
+    b_squares = tl.zeros([BK, BV], dtype=tl.float32)
+    for start in range(0, V, BV):
+        m_v = start + o_v < V
+        b_state = tl.load(p_state, mask=m_k[:, None] & m_v[None, :], other=0.0).to(tl.float32)
+        b_value = tl.load(p_value, mask=m_v[:, None] & m_r[None, :], other=0.0).to(tl.float32)
+        b_projected = tl.dot(b_state, b_value, b_projected, input_precision="tf32x3")
+        b_squares += b_state * b_state
+        p_state += BV * stride_sv
+        p_value += BV * stride_pv
+    b_core = tl.dot(tl.trans(b_projected), b_key, input_precision="tf32x3")
+    i_out = (i_n * J + i_j) * tl.num_programs(0) + i_part
+    p_core = core + i_out * R * R + o_r[:, None] * R + o_r[None, :]
+    tl.store(p_core, b_core, mask=m_r[:, None] & m_r[None, :])
+    tl.store(mean_square + i_out, tl.sum(tl.sum(b_squares, axis=1), axis=0) / (K * V))
 
 
 @triton.jit
-def _read_kernel(
-    projected, log_rms, hidden, query_projection, key_projection, features,
-    stride_hn, stride_hb, stride_hd, stride_wj, stride_wr, stride_wd, stride_uj, stride_ur, stride_uk, J, B,
-    D: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
-    BB: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, HALF: tl.constexpr,
+def _narrow_kernel(
+    hidden, query_projection, narrow, stride_hn, stride_hb, stride_hd, stride_wj, stride_wr, stride_wd, J, B, NUM_ROWS,
+    D: tl.constexpr, R: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STEPS: tl.constexpr,
+    HALF: tl.constexpr,
 ):  # fmt: skip
-    i_j, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    o_b, o_r, o_k, o_d = tl.arange(0, BB), tl.arange(0, BR), tl.arange(0, BK), tl.arange(0, BD)
-    m_b, m_r, m_k = o_b < B, o_r < R, o_k < K
-
-    # 1. W_q h of all rows.
-    p_query = query_projection + i_j.to(tl.int64) * stride_wj + o_r[:, None] * stride_wr + o_d[None, :] * stride_wd
-    p_hidden = hidden + i_n * stride_hn + o_b[None, :] * stride_hb + o_d[:, None] * stride_hd
-    b_narrow = tl.zeros([BR, BB], dtype=tl.float32)
-    for start in range(0, D, BD):
-        m_d = start + o_d < D
-        b_query = tl.load(p_query, mask=m_r[:, None] & m_d[None, :], other=0.0)
-        b_hidden = tl.load(p_hidden, mask=m_d[:, None] & m_b[None, :], other=0.0)
+    i_w, i_part, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    o_w, o_b = i_w * BN + tl.arange(0, BN), (i_row * BB + tl.arange(0, BB)).to(tl.int64)
+    m_w, m_b = o_w < J * R, o_b < NUM_ROWS
+    o_d = i_part * STEPS * BD + tl.arange(0, BD)
+    p_query = query_projection + (o_w // R).to(tl.int64)[None, :] * stride_wj + (o_w % R)[None, :] * stride_wr
+    p_query += o_d[:, None] * stride_wd
+    p_hidden = hidden + (o_b // B)[:, None] * stride_hn + (o_b % B)[:, None] * stride_hb + o_d[None, :] * stride_hd
+    b_narrow = tl.zeros([BB, BN], dtype=tl.float32)
+    for step in tl.static_range(STEPS):
+        m_d = o_d + step * BD < D
+        b_query = tl.load(p_query + step * BD * stride_wd, mask=m_d[:, None] & m_w[None, :], other=0.0)
+        b_hidden = tl.load(p_hidden + step * BD * stride_hd, mask=m_b[:, None] & m_d[None, :], other=0.0)
         if HALF:
-            b_narrow += tl.dot(b_query, b_hidden)
+            b_narrow += tl.dot(b_hidden, b_query)
         else:
-            b_narrow += tl.dot(b_query.to(tl.float32), b_hidden.to(tl.float32), input_precision="ieee")
-        p_query += BD * stride_wd
-        p_hidden += BD * stride_hd
+            b_narrow += tl.dot(b_hidden.to(tl.float32), b_query.to(tl.float32), input_precision="tf32x3")
+    p_narrow = narrow + (i_part.to(tl.int64) * NUM_ROWS + o_b[:, None]) * J * R + o_w[None, :]
+    tl.store(p_narrow, b_narrow, mask=m_b[:, None] & m_w[None, :])
 
-    # 2. T U^T, then the reads, packed with log rms behind them.
-    p_projected = projected + ((i_n * J + i_j) * R + o_r[:, None]) * K + o_k[None, :]
-    b_projected = tl.load(p_projected, mask=m_r[:, None] & m_k[None, :], other=0.0)
-    p_key = key_projection + i_j.to(tl.int64) * stride_uj + o_r[None, :] * stride_ur + o_k[:, None] * stride_uk
-    b_key = tl.load(p_key, mask=m_k[:, None] & m_r[None, :], other=0.0).to(tl.float32)
-    b_mixed = tl.dot(b_projected, b_key, input_precision="ieee")
-    b_reads = tl.dot(b_mixed, b_narrow, input_precision="ieee")
-    p_features = features + ((i_n * B + o_b) * J + i_j) * (R + 1)
-    tl.store(p_features[None, :] + o_r[:, None], b_reads, mask=m_r[:, None] & m_b[None, :])
-    b_log_rms = tl.load(log_rms + i_n * J + i_j)
-    tl.store(p_features + R, tl.zeros([BB], dtype=tl.float32) + b_log_rms, mask=m_b)
+
+@triton.jit
+def _pack_kernel(
+    core, mean_square, narrow, features, J, B, NUM_ROWS,
+    R: tl.constexpr, BR: tl.constexpr, CORE_PARTS: tl.constexpr, PARTS: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    i_j, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_state = (i_row // B) * J + i_j
+    o_r = tl.arange(0, BR)
+    m_r = o_r < R
+    b_narrow = tl.zeros([BR], dtype=tl.float32)
+    for part in tl.static_range(PARTS):
+        b_narrow += tl.load(narrow + ((part * NUM_ROWS + i_row) * J + i_j) * R + o_r, mask=m_r, other=0.0)
+    b_core = tl.zeros([BR, BR], dtype=tl.float32)
+    b_mean_square = EPS
+    for part in tl.static_range(CORE_PARTS):
+        p_core = core + (i_state * CORE_PARTS + part) * R * R + o_r[:, None] * R + o_r[None, :]
+        b_core += tl.load(p_core, mask=m_r[:, None] & m_r[None, :], other=0.0)
+        b_mean_square += tl.load(mean_square + i_state * CORE_PARTS + part)
+    b_reads = tl.sum(b_core * b_narrow[None, :], axis=1) * tl.rsqrt(b_mean_square)
+    p_features = features + (i_row * J + i_j) * (R + 1)
+    tl.store(p_features + o_r, b_reads, mask=m_r)
+    tl.store(p_features + R, 0.5 * tl.log(b_mean_square))
 
 
 def gather_states(recurrent_states: Tensor, layers: Tensor, out: Tensor) -> None:
@@ -107,35 +139,44 @@ def gather_states(recurrent_states: Tensor, layers: Tensor, out: Tensor) -> None
         )  # fmt: skip
 
 
-def project_states(states: Tensor, value_projection: Tensor) -> ProjectedStates:
+def project_states(states: Tensor, value_projection: Tensor, key_projection: Tensor) -> ProjectedStates:
     """As `state_reader.project_states`."""
     N, J, K, V = states.shape
     R = value_projection.shape[2]
-    projected = torch.empty(N, J, R, K, dtype=torch.float32, device=states.device)
-    log_rms = torch.empty(N, J, dtype=torch.float32, device=states.device)
+    rows = min(STATE_ROWS, _padded(K))
+    parts = triton.cdiv(K, rows)
+    core = torch.empty(N, J, parts, R, R, dtype=torch.float32, device=states.device)
+    mean_square = torch.empty(N, J, parts, dtype=torch.float32, device=states.device)
     with launch_device(states):
-        _project_kernel[(J, N)](
-            states, value_projection, projected, log_rms, *states.stride(), *value_projection.stride(), J,
-            R=R, K=K, V=V, BR=_padded(R), BK=_padded(K), BV=_padded(V), EPS=RMS_EPS, num_warps=8,
+        _project_kernel[(parts, J, N)](
+            states, value_projection, key_projection, core, mean_square,
+            *states.stride(), *value_projection.stride(), *key_projection.stride(), J,
+            R=R, K=K, V=V, BR=_padded(R), BK=rows, BV=min(STATE_COLUMNS, _padded(V)), num_warps=4, num_stages=4,
         )  # fmt: skip
-    return ProjectedStates(projected, log_rms)
+    return ProjectedStates(core, mean_square)
 
 
-def read_projected_states(
-    states: ProjectedStates, hidden: Tensor, query_projection: Tensor, key_projection: Tensor
-) -> Tensor:
+def read_projected_states(states: ProjectedStates, hidden: Tensor, query_projection: Tensor) -> Tensor:
     """As `state_reader.read_projected_states`."""
-    N, J, R, K = states.projected.shape
+    N, J, core_parts, R, _ = states.core.shape
     B, D = hidden.shape[1:]
-    features = torch.empty(N, B, J * (R + 1), dtype=torch.float32, device=hidden.device)
     half = hidden.dtype == query_projection.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
+    step = min(STEP_HALF if half else STEP_FLOAT, _padded(D))
+    tiles, row_tiles = triton.cdiv(J * R, 16), triton.cdiv(N * B, 16)
+    parts = min(triton.cdiv(D, step), triton.cdiv(READ_PROGRAMS, tiles * row_tiles))
+    steps = triton.cdiv(triton.cdiv(D, step), parts)
+    # Steps are shared out evenly; a part that would have none is left out.
+    parts = triton.cdiv(triton.cdiv(D, step), steps)
+    narrow = torch.empty(parts, N * B, J * R, dtype=torch.float32, device=hidden.device)
+    features = torch.empty(N, B, J * (R + 1), dtype=torch.float32, device=hidden.device)
     with launch_device(hidden):
-        _read_kernel[(J, N)](
-            states.projected.contiguous(), states.log_rms.contiguous(), hidden, query_projection, key_projection,
-            features,
-            *hidden.stride(), *query_projection.stride(), *key_projection.stride(), J, B,
-            D=D, R=R, K=K, BB=_padded(B), BD=256 if R <= 16 else 64, BR=_padded(R), BK=_padded(K), HALF=half,
-            num_warps=4,
+        _narrow_kernel[(tiles, parts, row_tiles)](
+            hidden, query_projection, narrow, *hidden.stride(), *query_projection.stride(), J, B, N * B,
+            D=D, R=R, BB=16, BN=16, BD=step, STEPS=steps, HALF=half, num_warps=4,
+        )  # fmt: skip
+        _pack_kernel[(J, N * B)](
+            states.core.contiguous(), states.mean_square.contiguous(), narrow, features, J, B, N * B,
+            R=R, BR=_padded(R), CORE_PARTS=core_parts, PARTS=parts, EPS=RMS_EPS, num_warps=1 if R <= 16 else 4,
         )  # fmt: skip
     return features
 

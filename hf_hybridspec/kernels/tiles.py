@@ -26,7 +26,8 @@ class Tile:
             before it touches anything but weights. Ignored where the device cannot.
         prefetch: steps whose weights a kernel that overlaps asks for before it waits.
         next_starts_early: whether the kernel after one that overlaps may start when this one begins to read its
-            weights, instead of when it has read them. Heeded by the experts' kernels alone.
+            weights, instead of when it has read them. Heeded by the kernels of a sparse target's forward that read
+            weights; those of the attention always do so.
     """
 
     block_n: int
