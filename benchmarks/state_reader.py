@@ -56,7 +56,12 @@ def make_weights() -> Weights:
 
 def fused_reader(states: Tensor, hidden: Tensor, weights: Weights) -> Tensor:
     """As `StateReader.forward` with our kernels."""
-    features = read_projected_states(project_states(states, weights.value), hidden, weights.query, weights.key)
+    features = read_projected_states(project_states(states, weights.value, weights.key), hidden, weights.query)
+    return update(features, hidden, weights)
+
+
+def update(features: Tensor, hidden: Tensor, weights: Weights) -> Tensor:
+    """What follows the features; PyTorch's own kernels in both readers."""
     return hidden + F.linear(F.silu(F.linear(features.to(hidden.dtype), weights.down)), weights.up)
 
 
@@ -68,8 +73,7 @@ def eager_reader(states: Tensor, hidden: Tensor, weights: Weights) -> Tensor:
     narrow = torch.einsum("jrd,bd->jbr", weights.query, hidden[0])
     reads = (narrow @ weights.key) @ projected.mT
     log_rms = (0.5 * mean_square.log()).to(hidden.dtype)[0, :, None, None].expand(-1, ROWS, 1)
-    features = torch.cat((reads, log_rms), -1).transpose(0, 1).flatten(1)[None]
-    return hidden + F.linear(F.silu(F.linear(features, weights.down)), weights.up)
+    return update(torch.cat((reads, log_rms), -1).transpose(0, 1).flatten(1)[None], hidden, weights)
 
 
 def eager_gather(stack: Tensor, layers: Tensor, out: Tensor) -> None:
@@ -133,11 +137,16 @@ def measure(copies: int, repeats: int) -> dict[str, dict[str, float]]:
     outs = [torch.randn(1, LAYERS * HEADS, SIZE, SIZE, device="cuda") for _ in range(copies)]
     hidden = torch.randn(1, ROWS, HIDDEN, device="cuda").bfloat16()
     check(stacks[0], layers, hidden, weights)
+    projected = [project_states(out, weights.value, weights.key) for out in outs]
+    features = read_projected_states(projected[0], hidden, weights.query)
     calls = {
         "gather": [lambda s=s, o=o: gather_states(s, layers, o) for s, o in zip(stacks, outs, strict=True)],
         "gather_eager": [lambda s=s, o=o: eager_gather(s, layers, o) for s, o in zip(stacks, outs, strict=True)],
         "reader": [lambda o=o: fused_reader(o, hidden, weights) for o in outs],
         "reader_eager": [lambda o=o: eager_reader(o, hidden, weights) for o in outs],
+        "reader_project": [lambda o=o: project_states(o, weights.value, weights.key) for o in outs],
+        "reader_read": [lambda p=p: read_projected_states(p, hidden, weights.query) for p in projected],
+        "reader_update": [lambda: update(features, hidden, weights) for _ in outs],
     }
 
     def in_turn(parts: list[Callable[[], object]]) -> Callable[[], None]:

@@ -4,8 +4,8 @@ For a state S (dv x dk; stored transposed, [K, V]) and a draft row h, per state 
 
     S_bar = S / rms(S),  T = V^T S_bar  (r x dk),  q = U^T (W_q h),  u = T q,  f = [u, log rms(S)]
 
-with rms(S) = sqrt(mean(S^2) + 1e-6) over all entries of one head's matrix. As u = (V^T S U^T) (W_q h) / rms(S), all that
-rows need of a state is an r x r matrix and its mean square, which are made once per round.
+with rms(S) = sqrt(mean(S^2) + 1e-6) over all entries of one head's matrix. As u = (V^T S U^T) (W_q h) / rms(S), all
+that rows need of a state is an r x r matrix and its mean square, which are made once per round.
 """
 
 from dataclasses import dataclass

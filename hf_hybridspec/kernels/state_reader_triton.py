@@ -1,13 +1,13 @@
 """State reader in Triton: one launch each for gathering and for projecting, two for reading.
 
 Gather: a copy, spread over (part of a state, state, sequence). Project: since u = (T U^T)(W_q h), rows need r x r
-numbers of a state; columns k add up, so a program takes a few rows of one stored state [K, V] and leaves its part. Read:
-W_q of all states is one matrix [J r, d]; programs take 16 of its rows and a stretch of d, each number once for all rows
-of the blocks. A last launch adds the parts in a fixed order, so that results repeat, and packs reads and log rms.
+numbers of a state. Its k add up, so a program takes a few rows of a stored state [K, V] and leaves its part. Read:
+W_q of all states is one matrix [J r, d]; a program takes 16 of its rows and a stretch of d, each number once for all
+rows of the blocks. A last launch adds the parts in a fixed order, so that results repeat, and packs reads and log rms.
 
-Everything is split so far that a GPU's multiprocessors all have work at batch 1; products run on tensor cores (fp32 ones
-in three tf32 steps), since those of fp32 units spill. Forward only: the dispatcher takes the reference where a gradient
-is wanted.
+Everything is split so far that all multiprocessors have work at batch 1. fp32 products take three tf32 steps on tensor
+cores: those of fp32 units held whole operands in registers and spilled 2.5 KB a thread. Forward only: the dispatcher
+takes the reference where a gradient is wanted.
 """
 
 import torch
@@ -21,7 +21,7 @@ from .state_reader_reference import RMS_EPS, ProjectedStates
 GATHER_BLOCK = 4096
 # Rows of a stored state in one program: 16 KB of a state of 128 columns.
 STATE_ROWS = 32
-# Columns of one step: as many steps as stages at 128 columns, so that all are asked for at once.
+# Columns of one step. A state of 128 has four, all of which are asked for before the first is used.
 STATE_COLUMNS = 32
 # Numbers of d that one step of the read takes, of 2 and of 4 bytes.
 STEP_HALF, STEP_FLOAT = 512, 128
@@ -47,7 +47,7 @@ def _gather_kernel(
 @triton.jit
 def _project_kernel(
     states, value_projection, key_projection, core, mean_square,
-    stride_sn, stride_sj, stride_sk, stride_sv, stride_pj, stride_pv, stride_pr, stride_uj, stride_ur, stride_uk, J,
+    stride_sn, stride_sj, stride_sk, stride_sv, J,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     i_part, i_j, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -55,8 +55,9 @@ def _project_kernel(
     m_r, m_k = o_r < R, o_k < K
     p_state = states + i_n * stride_sn + i_j.to(tl.int64) * stride_sj
     p_state += o_k[:, None] * stride_sk + o_v[None, :] * stride_sv
-    p_value = value_projection + i_j * stride_pj + o_v[:, None] * stride_pv + o_r[None, :] * stride_pr
-    p_key = key_projection + i_j * stride_uj + o_r[None, :] * stride_ur + o_k[:, None] * stride_uk
+    # Strides of the projections are constants: the compiler has to know that rows of r are aligned.
+    p_value = value_projection + i_j * V * R + o_v[:, None] * R + o_r[None, :]
+    p_key = key_projection + i_j * R * K + o_r[None, :] * K + o_k[:, None]
     b_key = tl.load(p_key, mask=m_k[:, None] & m_r[None, :], other=0.0).to(tl.float32)
 
     # T of these k, transposed; then their part of T U^T.
@@ -69,7 +70,7 @@ def _project_kernel(
         b_projected = tl.dot(b_state, b_value, b_projected, input_precision="tf32x3")
         b_squares += b_state * b_state
         p_state += BV * stride_sv
-        p_value += BV * stride_pv
+        p_value += BV * R
     b_core = tl.dot(tl.trans(b_projected), b_key, input_precision="tf32x3")
     i_out = (i_n * J + i_j) * tl.num_programs(0) + i_part
     p_core = core + i_out * R * R + o_r[:, None] * R + o_r[None, :]
@@ -108,7 +109,7 @@ def _pack_kernel(
     core, mean_square, narrow, features, J, B, NUM_ROWS,
     R: tl.constexpr, BR: tl.constexpr, CORE_PARTS: tl.constexpr, PARTS: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    i_j, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_row, i_j = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_state = (i_row // B) * J + i_j
     o_r = tl.arange(0, BR)
     m_r = o_r < R
@@ -149,9 +150,8 @@ def project_states(states: Tensor, value_projection: Tensor, key_projection: Ten
     mean_square = torch.empty(N, J, parts, dtype=torch.float32, device=states.device)
     with launch_device(states):
         _project_kernel[(parts, J, N)](
-            states, value_projection, key_projection, core, mean_square,
-            *states.stride(), *value_projection.stride(), *key_projection.stride(), J,
-            R=R, K=K, V=V, BR=_padded(R), BK=rows, BV=min(STATE_COLUMNS, _padded(V)), num_warps=4, num_stages=4,
+            states, value_projection.contiguous(), key_projection.contiguous(), core, mean_square, *states.stride(), J,
+            R=R, K=K, V=V, BR=_padded(R), BK=rows, BV=min(STATE_COLUMNS, _padded(V)), num_warps=4, num_stages=5,
         )  # fmt: skip
     return ProjectedStates(core, mean_square)
 
@@ -174,7 +174,7 @@ def read_projected_states(states: ProjectedStates, hidden: Tensor, query_project
             hidden, query_projection, narrow, *hidden.stride(), *query_projection.stride(), J, B, N * B,
             D=D, R=R, BB=16, BN=16, BD=step, STEPS=steps, HALF=half, num_warps=4,
         )  # fmt: skip
-        _pack_kernel[(J, N * B)](
+        _pack_kernel[(N * B, J)](
             states.core.contiguous(), states.mean_square.contiguous(), narrow, features, J, B, N * B,
             R=R, BR=_padded(R), CORE_PARTS=core_parts, PARTS=parts, EPS=RMS_EPS, num_warps=1 if R <= 16 else 4,
         )  # fmt: skip

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hf_hybridspec.kernels import state_reader_triton
 from hf_hybridspec.kernels.dispatch import use_kernels
 from hf_hybridspec.kernels.state_reader import gather_states, project_states, read_projected_states
 from hf_hybridspec.modeling.ready import ReadyDrafter
@@ -13,7 +14,13 @@ from .test_state_reader import inputs
 FP32 = {"rtol": 1e-4, "atol": 1e-4}
 # bf16 rows and projections: products are exact, their fp32 sums have another order, over 5120 terms.
 BF16 = {"rtol": 2e-3, "atol": 2e-3}
-SHAPES = [(1, 1, 1, 4, 4, 1, 3), (2, 7, 4, 8, 6, 4, 40), (1, 5, 3, 16, 32, 8, 300), (1, 17, 2, 20, 12, 20, 70)]
+SHAPES = [
+    (1, 1, 1, 4, 4, 1, 3),
+    (2, 7, 4, 8, 6, 4, 40),
+    (1, 5, 3, 16, 32, 8, 300),
+    (1, 17, 2, 20, 12, 20, 70),
+    (2, 3, 2, 70, 62, 8, 40),
+]
 
 
 def both(function):
@@ -27,18 +34,52 @@ def both(function):
 @pytest.mark.parametrize(("N", "B", "J", "K", "V", "r", "d"), SHAPES)
 def test_project_and_read_equal_the_reference(triton_device, N, B, J, K, V, r, d):
     states, hidden, W, U, value = (tensor.to(triton_device) for tensor in inputs(N, B, J, K, V, r, d))
-    found, expected = both(lambda: project_states(states, value))
-    torch.testing.assert_close(found.projected, expected.projected, **FP32)
-    torch.testing.assert_close(found.log_rms, expected.log_rms, **FP32)
-    found, expected = both(lambda: read_projected_states(expected, hidden, W, U))
+    found, expected = both(lambda: project_states(states, value, U))
+    rms = (expected.mean_square.sum(2) + 1e-6).sqrt()
+    torch.testing.assert_close(found.mean_square.sum(2), expected.mean_square.sum(2), **FP32)
+    found_core, expected_core = (core.sum(2) / rms[..., None, None] for core in (found.core, expected.core))
+    torch.testing.assert_close(found_core, expected_core, **FP32)
+    # The parts are read as they are.
+    read, exactly = both(lambda: read_projected_states(found, hidden, W))
+    torch.testing.assert_close(read, exactly, **FP32)
+    with use_kernels("reference"):
+        torch.testing.assert_close(read, read_projected_states(expected, hidden, W), **FP32)
+
+
+@pytest.mark.parametrize(("programs", "parts"), [(1, 1), (4, 2), (480, 5)])
+def test_a_read_in_parts_and_steps_equals_the_reference(triton_device, monkeypatch, programs, parts):
+    """d = 600 has five steps in fp32: one program takes them all, two take three and two, or each has its own."""
+    monkeypatch.setattr(state_reader_triton, "READ_PROGRAMS", programs)
+    states, hidden, W, U, value = (tensor.to(triton_device) for tensor in inputs(1, 7, 4, 8, 6, 8, 600))
+    taken = []
+    monkeypatch.setattr(state_reader_triton, "_pack_kernel", Recorder(state_reader_triton._pack_kernel, taken))
+    found, expected = both(lambda: read_projected_states(project_states(states, value, U), hidden, W))
     torch.testing.assert_close(found, expected, **FP32)
+    assert taken == [parts]
+    # Parts are added in a fixed order.
+    again, _ = both(lambda: read_projected_states(project_states(states, value, U), hidden, W))
+    assert torch.equal(again, found)
+
+
+class Recorder:
+    """A kernel that notes the number of parts it is launched with."""
+
+    def __init__(self, kernel, taken):
+        self.kernel, self.taken = kernel, taken
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            self.taken.append(options["PARTS"])
+            return self.kernel[grid](*args, **options)
+
+        return launch
 
 
 def test_tensors_that_are_not_contiguous(triton_device):
     states, hidden, W, U, value = (tensor.to(triton_device) for tensor in inputs(2, 7, 4, 8, 6, 4, 40))
     states, hidden = states.mT.contiguous().mT, hidden.transpose(0, 1).contiguous().transpose(0, 1)
     W, U, value = (tensor.mT.contiguous().mT for tensor in (W, U, value))
-    found, expected = both(lambda: read_projected_states(project_states(states, value), hidden, W, U))
+    found, expected = both(lambda: read_projected_states(project_states(states, value, U), hidden, W))
     torch.testing.assert_close(found, expected, **FP32)
 
 
@@ -59,7 +100,7 @@ def test_a_gradient_takes_the_reference_even_where_triton_is_asked_for(triton_de
     states, hidden, W, U, value = (tensor.to(triton_device) for tensor in inputs(1, 2, 2, 8, 6, 4, 10))
     value.requires_grad_()
     with use_kernels("triton"):
-        read_projected_states(project_states(states, value), hidden, W, U).sum().backward()
+        read_projected_states(project_states(states, value, U), hidden, W).sum().backward()
     assert value.grad.abs().sum() > 0
 
 
@@ -85,7 +126,7 @@ def test_bf16_at_the_papers_shape():
         (U * 8**-0.5).bfloat16(),
         value.bfloat16() / 11,
     )
-    found, expected = both(lambda: read_projected_states(project_states(states, value), hidden, W, U))
+    found, expected = both(lambda: read_projected_states(project_states(states, value, U), hidden, W))
     torch.testing.assert_close(found, expected, **BF16)
 
 

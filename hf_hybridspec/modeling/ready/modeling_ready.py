@@ -35,8 +35,8 @@ class StateReader(nn.Module):
     def forward(self, hidden: Tensor, states: Tensor, rows_per_block: int) -> Tensor:
         """hidden [1, N * B, H], states [N, J, K, V] -> [1, N * B, H]."""
         blocks = hidden.view(-1, rows_per_block, hidden.shape[-1])
-        projected = project_states(states, self.value_projection)
-        features = read_projected_states(projected, blocks, self.query_projection, self.key_projection)
+        projected = project_states(states, self.value_projection, self.key_projection)
+        features = read_projected_states(projected, blocks, self.query_projection)
         update = self.up_proj(F.silu(self.down_proj(features.to(hidden.dtype))))
         return hidden + update.view_as(hidden)
 
