@@ -93,7 +93,10 @@ class Bench(PhasedReport):
         self.plain.prepare(None, GreedyAcceptance())
         self.launches: dict[str, Launches] = {"ar": self.plain.launches}
         counts = {name: count for name, (_, count) in self.recorded.windows.items()}
-        self.save("rounds", {"recorded": counts, "of_each_run": self.count, "pair": asdict(self.settings.pair)})
+        pair = asdict(self.settings.pair)
+        # Names, not where they lay.
+        pair |= {name: Path(pair[name]).name for name in ("target", "drafter")}
+        self.save("rounds", {"recorded": counts, "of_each_run": self.count, "pair": pair})
 
     def costs(self) -> None:
         """Rounds of every fixed length, and the two small latencies; from them the profile."""
