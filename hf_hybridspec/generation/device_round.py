@@ -4,7 +4,7 @@ A `Program` says which steps run in which order and where the device chooses. `r
 the choices on the host; `round_graphs.py` captures the same steps into a graph that chooses by itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -172,7 +172,7 @@ class RoundParts:
     block: DeviceBlock
     capacity: int
     drafter: object | None
-    recurrent_states: dict[int, torch.Tensor]
+    recurrent_states: Mapping[int, torch.Tensor]
 
 
 class DeviceRound:

@@ -109,8 +109,7 @@ class RoundEngine:
         self._block_size = 0 if drafter is None else drafter.block_size
         self._drafter_weights = () if drafter is None else weights_signature(drafter)
         self._blank = None if drafter is None else _blank_context(drafter)
-        recurrent_layers = () if drafter is None else drafter.recurrent_layer_ids
-        states = {layer_idx: self._block.layers[layer_idx].recurrent_state for layer_idx in recurrent_layers}
+        states = self._block.select_states(() if drafter is None else drafter.recurrent_layer_ids)
         parts = RoundParts(self._forward, self._block, capacity, self._fused_drafter, states)
         self.rounds = DeviceRound(parts, model.device)
         self._device = model.device

@@ -4,6 +4,7 @@ States, convolution rows, compact factors, keys and values are the cache's own t
 the cache's lengths are stale; `release` brings them up to date, and the cache goes on where the device has stopped.
 """
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from transformers.cache_utils import StaticLayer
 
 from ..kernels.causal_conv import commit_causal_conv
 from ..kernels.gated_delta_rule import MAX_ROWS, CompactFactors, commit_gated_delta_rule
+from ..kernels.state_reader import gather_states
 from .block_buffers import BlockBuffers
 from .cache_layers import GatedDeltaLayer
 from .hybrid_cache import HybridCache
@@ -41,6 +43,35 @@ class AttentionState:
 
     keys: Tensor
     values: Tensor
+
+
+class SelectedStates(Mapping[int, Tensor]):
+    """Committed recurrent states of some layers: layer index -> `[N, HV, K, V]`, views of the stack of all.
+
+    Args:
+        stack: `[L, N, HV, K, V]` fp32, of all GDN layers.
+        places: layer index -> its place in the stack, in the order in which they are gathered.
+    """
+
+    def __init__(self, stack: Tensor, places: Mapping[int, int]):
+        self._stack, self._places = stack, dict(places)
+        self._index = torch.tensor(list(self._places.values()), dtype=torch.int32, device=stack.device)
+        _, batch, heads, *sizes = stack.shape
+        self._gathered = stack.new_empty(batch, len(self._places) * heads, *sizes)
+
+    def __getitem__(self, layer_idx: int) -> Tensor:
+        return self._stack[self._places[layer_idx]]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def gather(self) -> Tensor:
+        """`[N, layers * HV, K, V]`, the heads of all layers in order: a buffer that the next call overwrites."""
+        gather_states(self._stack, self._index, self._gathered)
+        return self._gathered
 
 
 class BlockState:
@@ -83,6 +114,11 @@ class BlockState:
             conv_rows=buffers.rows[index, 0, :MAX_ROWS],
             factors=buffers.factors[index, :, :MAX_ROWS],
         )
+
+    def select_states(self, layer_ids: Sequence[int]) -> SelectedStates:
+        """The committed recurrent states of GDN layers, which stay in place."""
+        places = {layer_idx: self._cache.buffers_of(layer_idx)[1] for layer_idx in layer_ids}
+        return SelectedStates(self._buffers.recurrent_states, places)
 
     def commit(self, commit_length: Tensor) -> None:
         """Makes the first rows of the newest block permanent in every layer, in one launch for each kind of state.

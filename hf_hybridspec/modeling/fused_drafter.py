@@ -17,6 +17,7 @@ from ..kernels.dense_mlp import dense_down, dense_gate_up
 from ..kernels.draft_choice import MarkovWeights, ProposalRules, choose_tokens
 from ..kernels.linear import norm_linear
 from ..kernels.residual_rows import ResidualRows, residual_rows
+from .block_state import SelectedStates
 from .draft import Draft
 from .draft_context import DraftContext
 from .drafter import Drafter
@@ -147,7 +148,7 @@ class FusedDrafter:
             hidden = hidden * config.input_embedding_scale
         hidden = residual_rows(hidden, self.layers[0].input_scale)
         cos, sin = self._rotation(rows)
-        states = self.drafter.gather_states(recurrent_states)
+        states = self._gather(recurrent_states)
         next_scales = [*(layer.input_scale for layer in self.layers[1:]), self._final_scale]
         for layer, next_scale in zip(self.layers, next_scales, strict=True):
             hidden = self._layer(layer, hidden, cos, sin, states, next_scale)
@@ -157,6 +158,12 @@ class FusedDrafter:
         return Draft(
             choice.tokens, choice.confidence, choice.entropy, self._acceptance(hidden.values, anchor, choice.tokens)
         )
+
+    def _gather(self, recurrent_states: Mapping[int, Tensor] | None) -> Tensor | None:
+        layer_ids = self.drafter.recurrent_layer_ids
+        if layer_ids and isinstance(recurrent_states, SelectedStates) and tuple(recurrent_states) == layer_ids:
+            return recurrent_states.gather()
+        return self.drafter.gather_states(recurrent_states)
 
     @torch.no_grad()
     def observe(self, features: Tensor, commit_length: Tensor) -> None:

@@ -52,6 +52,21 @@ def test_a_commit_on_the_device_is_a_commit_of_the_cache(pair, commit_length):
     assert torch.equal(run(pair.attached, cache, NEXT), run(pair.attached, expected, NEXT))
 
 
+def test_selected_states_are_the_committed_ones_and_gathered_in_the_order_asked_for(pair):
+    state = BlockState(prefilled(pair.attached, PROMPT, is_static=True))
+    gated_delta = [idx for idx, part in state.layers.items() if isinstance(part, GatedDeltaState)]
+    layer_ids = (gated_delta[-1], gated_delta[0])
+    selected = state.select_states(layer_ids)
+    parts = [state.layers[idx].recurrent_state for idx in layer_ids]
+    assert tuple(selected) == layer_ids and len(selected) == 2
+    assert all(selected[idx].data_ptr() == part.data_ptr() for idx, part in zip(layer_ids, parts, strict=True))
+    for change in (0.0, 1.0):
+        parts[0].add_(change)
+        assert torch.equal(selected.gather(), torch.cat(parts, dim=1))
+    assert selected.gather().data_ptr() == selected.gather().data_ptr()
+    assert dict(state.select_states(())) == {}
+
+
 def test_without_a_release_the_cache_is_stale(pair):
     """The negative control: what release() does is needed."""
     cache = prefilled(pair.attached, PROMPT, is_static=True)

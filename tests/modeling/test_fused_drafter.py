@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from hf_hybridspec.kernels.dispatch import use_kernels
+from hf_hybridspec.modeling.block_state import SelectedStates
 from hf_hybridspec.modeling.fused_drafter import FusedDrafter, fused_drafter_obstacle
 
 from .drafter_helpers import FULL, HIDDEN, SLIDING, TAPS, YARN, bind, features, make_drafter, observed, states_for
@@ -50,13 +51,22 @@ def _assert_same_draft(draft, expected):
             torch.testing.assert_close(one, other, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+def _selected(drafter, states):
+    """The states that a drafter reads as views of one stack, in which they lie in another order."""
+    if states is None:
+        return None
+    layer_ids = drafter.recurrent_layer_ids
+    stack = torch.stack([states[layer_idx] for layer_idx in reversed(layer_ids)])
+    return SelectedStates(stack, {layer_idx: len(layer_ids) - 1 - place for place, layer_idx in enumerate(layer_ids)})
+
+
 def _run_rounds(drafter, fused, context, commits, seed=0):
     """Rounds of both: the module sees committed rows only, the fused drafter all rows and how many count."""
     position = context.length
     for index, (rows, commit) in enumerate(commits):
         anchor, states = torch.tensor([(7 * index + seed) % 40]), states_for(drafter)
         expected = drafter.propose(context, anchor, position, states)
-        _assert_same_draft(fused.propose(anchor, states), expected)
+        _assert_same_draft(fused.propose(anchor, _selected(drafter, states) if index % 2 else states), expected)
         taps = features(rows, seed=100 + index)
         fused.observe(taps, torch.tensor([commit], dtype=torch.int32))
         drafter.observe(context, taps[:commit], torch.arange(position, position + commit))
