@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hf_hybridspec.bench.scripted_routing import RoutingScript
 from hf_hybridspec.kernels.gated_delta_inputs import ProducerWeights, gated_delta_inputs
-from hf_hybridspec.kernels.joined_experts import joined_experts
 from hf_hybridspec.kernels.linear import gated_linear, gated_norm_linear, norm_linear
 from hf_hybridspec.kernels.moe_experts import ExpertWeights, RoutedRows, expert_down, expert_gate_up, route_rows
 from hf_hybridspec.kernels.residual_rows import ResidualRows, residual_rows
@@ -227,33 +226,14 @@ def _experts(kernel: str, maker: Maker, num_rows: int) -> Piece:
     pairs = [(routed, weights) for routed in maker.routings(num_rows) for weights in maker.experts()]
     if maker.only_once:
         pairs = pairs[:1]
-    return Piece(kernel, [partial(run, *pair) for pair in pairs], _expert_bytes(maker, pairs))
-
-
-def _joined_experts(maker: Maker, num_rows: int) -> Piece:
-    """As `_experts`, in one launch."""
-    rows, room = maker.residual(num_rows), maker.room(num_rows)
-    counters = torch.zeros(2048, dtype=torch.int32, device=maker.device)
-
-    def run(routed: RoutedRows, weights: ExpertWeights) -> Tensor:
-        return joined_experts(rows, routed, weights, room, EPS, counters).scaled
-
-    pairs = [(routed, weights) for routed in maker.routings(num_rows) for weights in maker.experts()]
-    if maker.only_once:
-        pairs = pairs[:1]
-    return Piece("joined_experts", [partial(run, *pair) for pair in pairs], _expert_bytes(maker, pairs))
-
-
-def _expert_bytes(maker: Maker, pairs: list[tuple[RoutedRows, ExpertWeights]]) -> float:
-    """Of all experts that a call reads, the shared one among them, on average."""
     read = float(np.mean([count_distinct(routed) + 1 for routed, _ in pairs]))
-    return read * 3 * maker.shape.inner * maker.shape.hidden * maker.dtype.itemsize
+    num_bytes = read * 3 * maker.shape.inner * maker.shape.hidden * maker.dtype.itemsize
+    return Piece(kernel, [partial(run, *pair) for pair in pairs], num_bytes)
 
 
 # The largest share of a forward first: a search that runs out of time has found what matters most.
 PIECES: dict[str, Callable[[Maker, int], Piece]] = {
     "expert_gate_up": partial(_experts, "expert_gate_up"),
-    "joined_experts": _joined_experts,
     "gated_delta_inputs": _producer,
     "expert_down": partial(_experts, "expert_down"),
     "gated_norm_linear": _gated_delta_end,

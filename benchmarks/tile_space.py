@@ -34,7 +34,6 @@ SPACES = {
     # One step is one head.
     "gated_norm_linear": Space(columns=(128,), splits=(4, 8)),
     "router": Space(rows=(16, 32, 64), columns=(128, 256, 512), splits=(4, 8), warps=(2, 4, 8), stages=(1, 2, 4)),
-    "joined_experts": Space((16, 32, 64), (64, 128, 256), (1,), (2, 4, 8), (2, 3, 4)),
     # One row, of one warp.
     "choose_experts": Space(rows=(1,), columns=(1,), warps=(1, 2), stages=(4,)),
     **dict.fromkeys(EXPERTS, Space((16, 32, 64, 128), (128, 256, 512), (1,), (2, 4, 8), (1, 2, 3, 4))),
@@ -89,4 +88,4 @@ def _first_stages(kernel: str, tile: Tile, stages: tuple[int, ...]) -> int:
 
 def _weight_rows(kernel: str, tile: Tile) -> int:
     # Gate and up rows.
-    return 2 * tile.block_n if kernel in ("expert_gate_up", "joined_experts") else tile.block_n
+    return 2 * tile.block_n if kernel == "expert_gate_up" else tile.block_n

@@ -30,13 +30,7 @@ from hf_hybridspec.kernels.dispatch import use_kernels
 from hf_hybridspec.kernels.tiles import TILES, Tile, use_tiles
 
 # Rows at which a piece is tuned, and at which its best tiles are compared at the end.
-TUNED_ROWS = {
-    "joined_experts": (1, 6),
-    "expert_gate_up": (1, 6),
-    "expert_down": (1, 6),
-    "router": (1, 8),
-    "choose_experts": (1, 8),
-}
+TUNED_ROWS = {"expert_gate_up": (1, 6), "expert_down": (1, 6), "router": (1, 8), "choose_experts": (1, 8)}
 COMPARED_ROWS = (1, 6, 16)
 # A graph repeats its calls until it lasts about this long, so that a time is not one of launching graphs.
 CALLS_A_GRAPH = 24

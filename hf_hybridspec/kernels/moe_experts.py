@@ -122,7 +122,7 @@ def expert_gate_up(rows: ResidualRows, routed: RoutedRows, weights: ExpertWeight
         ValueError: a shape or dtype differs from the above.
     """
     check_residual("rows", rows)
-    check_expert_weights(rows.values, weights)
+    _check_weights(rows.values, weights)
     return implementation("moe_experts", rows.values.device).expert_gate_up(rows, routed, weights, eps)
 
 
@@ -150,14 +150,13 @@ def expert_down(
     """
     if residual.dim() != 2 or not 1 <= residual.shape[0] <= MAX_ROWS:
         raise ValueError(f"residual must be [n, H] with 1 <= n <= {MAX_ROWS}, got {tuple(residual.shape)}.")
-    check_expert_weights(residual, weights)
+    _check_weights(residual, weights)
     check_room(output, tuple(residual.shape), residual.dtype)
     kernels = implementation("moe_experts", residual.device)
     return kernels.expert_down(activated, routed, weights, residual, output, counters)
 
 
-def check_expert_weights(rows: torch.Tensor, weights: ExpertWeights) -> None:
-    """Raises ValueError where a weight has another shape or dtype than rows `[n, H]` need."""
+def _check_weights(rows: torch.Tensor, weights: ExpertWeights) -> None:
     hidden = rows.shape[1]
     experts, _, inner = weights.down.shape
     shared = weights.shared_down.shape[1]

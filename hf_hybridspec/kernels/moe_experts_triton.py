@@ -119,15 +119,15 @@ def _weight_tile(p_weight, o_n, o_k, stride_n, stride_k, m_n, m_k):
     return tl.load(p_tile, mask=m_n[:, None] & m_k[None, :], other=0.0)
 
 
-@triton.jit
-def gate_up_tile(
-    i_n, i_p, rows, squares, top_k_index, slots, gate_up, shared_gate_up, routed_out, shared_out, eps, num_rows,
+@triton.jit(do_not_specialize=["num_rows"])
+def _gate_up_kernel(
+    rows, squares, top_k_index, slots, gate_up, shared_gate_up, routed_out, shared_out, eps, num_rows,
     stride_xn, stride_xk, stride_sr, stride_se, stride_we, stride_wn, stride_wk, stride_vn, stride_vk,
     H: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
     TOP_K: tl.constexpr, CHOICES: tl.constexpr, SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, EARLY: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """Activations of tile `i_n` of the expert at place `i_p`; returns whether that place has an expert."""
+    i_n, i_p = tl.program_id(0), tl.program_id(1)
     o_r, o_n = tl.arange(0, SMALL), i_n * BN + tl.arange(0, BN)
     m_r = o_r < num_rows
     if i_p == 0:
@@ -162,44 +162,21 @@ def gate_up_tile(
         if i_p > 0:
             p_out, o_out, m_out = routed_out, o_r * TOP_K + b_slots, b_slots >= 0
         tl.store(p_out + o_out[:, None] * size + o_n[None, :], b_out, mask=m_out[:, None] & m_n[None, :])
-    return is_wanted
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _gate_up_kernel(
-    rows, squares, top_k_index, slots, gate_up, shared_gate_up, routed_out, shared_out, eps, num_rows,
-    stride_xn, stride_xk, stride_sr, stride_se, stride_we, stride_wn, stride_wk, stride_vn, stride_vk,
-    H: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
-    TOP_K: tl.constexpr, CHOICES: tl.constexpr, SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
-):  # fmt: skip
-    gate_up_tile(
-        tl.program_id(0), tl.program_id(1), rows, squares, top_k_index, slots, gate_up, shared_gate_up, routed_out,
-        shared_out, eps, num_rows, stride_xn, stride_xk, stride_sr, stride_se, stride_we, stride_wn, stride_wk,
-        stride_vn, stride_vk, H, INNER, SHARED, PARTS, PADDED, TOP_K, CHOICES, SMALL, BN, BK, PRECISION,
-        EARLY, OVERLAPS, PREFETCH,
-    )  # fmt: skip
-
-
-@triton.jit
-def down_tile(
-    i_n, i_p, ready, routed_in, shared_in, top_k_index, slots, top_k_weights, shared_gate, down, shared_down,
-    residual, partial, counters, next_scale, values, scaled, squares, num_rows,
+def _down_kernel(
+    routed_in, shared_in, top_k_index, slots, top_k_weights, shared_gate, down, shared_down, residual,
+    partial, counters, next_scale, values, scaled, squares, num_rows,
     stride_sr, stride_se, stride_we, stride_wn, stride_wk, stride_vn, stride_vk, stride_rn, stride_rk,
     H: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
-    SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, WRITERS: tl.constexpr,
+    SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
     EARLY: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """Tile `i_n` of the second half of the expert at place `i_p`; whoever ends a tile adds up its parts.
-
-    The activations are there when the kernel before this one has ended (WRITERS 0), or when `ready[1 + i_p]` counts so
-    many programs that wrote them. `ready[0]` counts finished tiles; all are zero again after the last one.
-    """
+    i_n, i_p = tl.program_id(0), tl.program_id(1)
     o_r, o_n = tl.arange(0, SMALL), i_n * BN + tl.arange(0, BN)
     m_r, m_n = o_r < num_rows, o_n < H
-    if WRITERS > 0:
-        wait_for_previous(OVERLAPS)
-    # Otherwise the routing is read before the wait: the kernel before this one has waited for it.
+    # The routing is read before the wait: the kernel before this one has waited for it.
     p_weight, i_e, is_wanted = shared_down, tl.full([], 0, tl.int64), i_p == 0
     if i_p > 0:
         i_e, is_wanted = _expert_at(top_k_index, i_p, TOP_K, CHOICES)
@@ -219,19 +196,13 @@ def down_tile(
         b_factor = tl.load(p_factor + o_source, mask=m_member, other=0.0, cache_modifier=".cg")
 
         b_sum = tl.zeros([SMALL, BN], tl.float32)
-        if WRITERS > 0:
-            while tl.atomic_add(ready + 1 + i_p, 0, sem="acquire") < WRITERS:
-                pass
-        else:
-            wait_for_previous(OVERLAPS)
+        wait_for_previous(OVERLAPS)
         let_next_start(OVERLAPS and EARLY)
         for i_k in range(STEPS):
             o_k = i_k * BK + tl.arange(0, BK)
             m_k = o_k < size
             b_weight = _weight_tile(p_weight, o_n, o_k, stride_n, stride_k, m_n, m_k)
-            # From the L2 cache, where they are right even if this kernel wrote them.
-            p_tile = p_rows + o_source[:, None] * size + o_k[None, :]
-            b_rows = tl.load(p_tile, mask=m_member[:, None] & m_k[None, :], other=0.0, cache_modifier=".cg")
+            b_rows = load_tile(p_rows, o_source, o_k, size, 1, m_member, m_k)
             b_sum = multiply_add(b_rows, b_weight, b_sum, PRECISION)
         let_next_start(OVERLAPS and not EARLY)
         o_first = o_r * (TOP_K + 1)
@@ -249,28 +220,6 @@ def down_tile(
                 m_part = m_r[:, None] & m_n[None, :]
                 b_total += tl.load(p_parts + slot * H, mask=m_part, other=0.0, cache_modifier=".cg")
             store_residual(b_total, values, next_scale, scaled, squares, i_n, o_r, o_n, m_r, m_n, H, SMALL)
-            # Every program of a finished tile has met its activations; where all tiles are finished, all have.
-            TILES: tl.constexpr = (H + BN - 1) // BN
-            if WRITERS > 0 and tl.atomic_add(ready, 1, sem="acq_rel") == TILES - 1:
-                o_ready = tl.arange(0, 2 * CHOICES)
-                tl.store(ready + o_ready, 0, mask=o_ready < num_rows * TOP_K + 2)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _down_kernel(
-    routed_in, shared_in, top_k_index, slots, top_k_weights, shared_gate, down, shared_down, residual,
-    partial, counters, next_scale, values, scaled, squares, num_rows,
-    stride_sr, stride_se, stride_we, stride_wn, stride_wk, stride_vn, stride_vk, stride_rn, stride_rk,
-    H: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
-    SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
-    EARLY: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
-):  # fmt: skip
-    down_tile(
-        tl.program_id(0), tl.program_id(1), counters, routed_in, shared_in, top_k_index, slots, top_k_weights,
-        shared_gate, down, shared_down, residual, partial, counters, next_scale, values, scaled, squares, num_rows,
-        stride_sr, stride_se, stride_we, stride_wn, stride_wk, stride_vn, stride_vk, stride_rn, stride_rk,
-        H, INNER, SHARED, TOP_K, CHOICES, SMALL, BN, BK, PRECISION, 0, EARLY, OVERLAPS, PREFETCH,
-    )  # fmt: skip
 
 
 def route_rows(rows: ResidualRows, weight, eps, routed: RoutedRows) -> None:
@@ -305,15 +254,14 @@ def expert_gate_up(rows: ResidualRows, routed: RoutedRows, weights: ExpertWeight
             scaled, rows.squares, routed.top_k_index, routed.slots,
             weights.gate_up, weights.shared_gate_up, activated.routed, activated.shared, eps, num_rows,
             *scaled.stride(), *routed.slots.stride(), *weights.gate_up.stride(), *weights.shared_gate_up.stride(),
-            H=scaled.shape[1], INNER=inner, SHARED=shared, TOP_K=top_k, CHOICES=padded_choices(top_k),
-            SMALL=PADDED_ROWS, BN=tile.block_n, BK=tile.block_k, PRECISION=precision_of(scaled),
-            EARLY=tile.next_starts_early, **squares_options(rows), **launch_options(tile, scaled),
+            H=scaled.shape[1], INNER=inner, SHARED=shared, TOP_K=top_k, CHOICES=_choices(top_k), SMALL=PADDED_ROWS,
+            BN=tile.block_n, BK=tile.block_k, PRECISION=precision_of(scaled), EARLY=tile.next_starts_early,
+            **squares_options(rows), **launch_options(tile, scaled),
         )  # fmt: skip
     return activated
 
 
-def padded_choices(top_k: int) -> int:
-    """The power of two that holds the choices of all rows."""
+def _choices(top_k: int) -> int:
     return triton.next_power_of_2(PADDED_ROWS * top_k)
 
 
@@ -335,7 +283,7 @@ def expert_down(
             routed.top_k_weights, routed.shared_gate, weights.down, weights.shared_down, residual,
             partial, counters, output.norm_scale, output.values, output.scaled, output.squares, num_rows,
             *routed.slots.stride(), *weights.down.stride(), *weights.shared_down.stride(), *residual.stride(),
-            H=hidden, INNER=inner, SHARED=shared, TOP_K=top_k, CHOICES=padded_choices(top_k), SMALL=PADDED_ROWS,
+            H=hidden, INNER=inner, SHARED=shared, TOP_K=top_k, CHOICES=_choices(top_k), SMALL=PADDED_ROWS,
             BN=tile.block_n, BK=block_k, PRECISION=precision_of(residual), EARLY=tile.next_starts_early,
             **launch_options(tile, residual),
         )  # fmt: skip

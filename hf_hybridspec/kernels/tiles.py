@@ -55,8 +55,6 @@ TILES = {
     # Gate and up rows: a step reads 2 * block_n rows.
     "expert_gate_up": Tile(block_n=32, block_k=128, overlaps=True, prefetch=1),
     "expert_down": Tile(block_n=32, block_k=128, num_warps=2, num_stages=3, overlaps=True),
-    # Both in one launch; the second half's steps read 2 * block_n rows as well. All of an expert is asked for ahead.
-    "joined_experts": Tile(block_n=32, block_k=128, overlaps=True, prefetch=4),
     "dense_gate_up": Tile(block_n=32, block_k=128, num_stages=3),
     "dense_down": Tile(block_n=32, block_k=128, splits=4, num_stages=3),
     # block_n keys in one step, block_k keys in a chunk, which one program reads alone.

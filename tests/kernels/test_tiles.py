@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from hf_hybridspec.kernels import linear
+from hf_hybridspec.kernels.common_triton import launch_options
 from hf_hybridspec.kernels.dispatch import use_kernels
 from hf_hybridspec.kernels.residual_rows import ResidualRows
 from hf_hybridspec.kernels.tiles import TILES, Tile, tile_of, use_tiles
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def test_the_innermost_override_of_a_kernel_wins_and_ends():
@@ -23,6 +26,14 @@ def test_the_innermost_override_of_a_kernel_wins_and_ends():
 def test_an_unknown_kernel_is_refused():
     with pytest.raises(ValueError, match="got rooter"), use_tiles({"rooter": Tile(16, 64)}):
         pass
+
+
+def test_stages_are_those_of_16_bit_entries():
+    """Shared memory holds half as many of fp32; one stage stays one."""
+    for stages, halved in ((6, 3), (3, 2), (1, 1)):
+        tile = Tile(128, 128, num_stages=stages)
+        found = [launch_options(tile, torch.empty(1, dtype=dtype))["num_stages"] for dtype in DTYPES]
+        assert found == [halved, stages, stages]
 
 
 @pytest.mark.parametrize("tile", [Tile(16, 32, splits=3), Tile(64, 64, splits=2, num_warps=2), Tile(32, 16)])
