@@ -7,7 +7,7 @@ by a script with U ~ 8 w^0.66. A forward is Stage 0 and Stage 1 of w rows over a
 graphs take turns, a time is the median over turns. The floor is the bytes read, with the distinct experts that were
 counted, at 4.3 TB/s. Also: the step of plain decoding, each kind of launch by itself, kernels that start early,
 whether a row's result depends on w, and what joining the weights costs in memory. `--tiles FILE` takes the tiles that
-`tune_tiles` chose.
+`tune_tiles` chose; `--variants FILE` (name -> kernel -> fields of its tile) are timed in turns with what is given.
 
     python -m benchmarks.target_forward --tiny --output forward.json     (no GPU: a dry run)
 """
@@ -172,16 +172,21 @@ class Bench(PhasedReport):
             found[name] = {"ms": round(milliseconds, 4), "launches": launches, "us_each": each}
         self.save(f"pieces_length_{length}", {**found, "sum_ms": round(sum(times.values()), 4)})
 
-    def overlap(self, context: int) -> None:
-        """Kernels that start while the one before ends: none, all, and each whose setting is turned alone.
+    def variants(self, context: int) -> None:
+        """Forwards of 1, 6 and 16 rows by tile: those of `--variants`, and kernels that start earlier or later.
 
-        Rows must keep their bits, since only the start of a kernel changes.
+        When a kernel starts changes no bits; another order of a sum does.
         """
         state, found = self.state(context), {"other_bits": []}
         tiles = {**TILES, **self.arguments.tiles}
-        for length in (1, 8):
+        variants = {"as given": {}}
+        for variant, changed in self.arguments.variants.items():
+            variants[variant] = {name: replace(tiles[name], **fields) for name, fields in changed.items()}
+        if self.arguments.overlaps:
+            variants |= _overlap_variants(tiles, self.arguments.tiny)
+        for length in (1, 6, 16) if len(variants) > 1 else ():
             forwards = {}
-            for variant, chosen in _overlap_variants(tiles, self.arguments.tiny).items():
+            for variant, chosen in variants.items():
                 with use_tiles(chosen):
                     forwards[variant] = self.capturer.capture(state, length, "scripted")
             times, _ = self._timed(forwards)
@@ -189,7 +194,7 @@ class Bench(PhasedReport):
             found[str(length)] = {variant: round(ms, 4) for variant, ms in medians(times).items()}
             is_other = {variant: not torch.equal(rows, logits["as given"]) for variant, rows in logits.items()}
             found["other_bits"] += [f"{variant}, length {length}" for variant in logits if is_other[variant]]
-        self.save("overlap", found)
+            self.save("variants", found)
 
     def invariance(self) -> None:
         self.save("rows_against_16_rows", row_invariance(self.forward, self.model, self.device))
@@ -202,8 +207,7 @@ class Bench(PhasedReport):
 
 def _overlap_variants(tiles: dict[str, Tile], is_tiny: bool) -> dict[str, dict[str, Tile]]:
     """Name of a variant -> the tiles that it changes."""
-    variants: dict[str, dict[str, Tile]] = {"as given": {}}
-    variants["none"] = {name: replace(tile, overlaps=False) for name, tile in tiles.items()}
+    variants = {"none": {name: replace(tile, overlaps=False) for name, tile in tiles.items()}}
     for steps in (0, 1, 4):
         early = {name: replace(tile, overlaps=True, prefetch=steps) for name, tile in tiles.items()}
         variants[f"all, prefetch {steps}"] = early
@@ -226,7 +230,7 @@ def run(bench: Bench) -> None:
         lambda: bench.forwards(contexts[0]),
         lambda: bench.pieces(contexts[0], 1),
         lambda: bench.pieces(contexts[0], 6),
-        lambda: bench.overlap(contexts[0]),
+        lambda: bench.variants(contexts[0]),
         *(lambda context=context: bench.decoding_step(context) for context in contexts[1:]),
         *(lambda context=context: bench.forwards(context) for context in contexts[1:]),
         bench.invariance,
@@ -249,6 +253,8 @@ def main() -> None:
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument("--layers", type=int, help="fewer layers than the target has")
     parser.add_argument("--tiles", type=_read_tiles, default={}, help="JSON file of tune_tiles")
+    parser.add_argument("--variants", type=_read_json, default={}, help="JSON file of other tiles to time")
+    parser.add_argument("--overlaps", action="store_true", help="also time kernels that start earlier or later")
     parser.add_argument("--tiny", action="store_true", help="a tiny target; runs on a CPU as well")
     parser.add_argument("--commit", help="the commit measured, where the files have no git history")
     arguments = parser.parse_args()
@@ -257,8 +263,12 @@ def main() -> None:
         run(Bench(arguments))
 
 
+def _read_json(path: str) -> dict:
+    return json.loads(Path(path).read_text())
+
+
 def _read_tiles(path: str) -> dict[str, Tile]:
-    return {name: Tile(**fields) for name, fields in json.loads(Path(path).read_text())["chosen"].items()}
+    return {name: Tile(**fields) for name, fields in _read_json(path)["chosen"].items()}
 
 
 if __name__ == "__main__":

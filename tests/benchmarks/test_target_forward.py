@@ -48,7 +48,7 @@ def test_a_dry_run_measures_every_length_and_routing(monkeypatch, tmp_path):
 
 def test_a_phase_for_which_no_time_is_left_is_skipped(monkeypatch, tmp_path):
     report = run(target_forward, monkeypatch, "--tiny", "--seconds", "0", tmp_path / "f")
-    assert report["skipped_phases"] > 0 and "errors" in report and "overlap" not in report
+    assert report["skipped_phases"] > 0 and "errors" in report and "variants" not in report
 
 
 def test_the_gate_passes_a_right_forward_and_stops_a_wrong_one(target, monkeypatch):
