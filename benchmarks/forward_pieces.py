@@ -10,7 +10,7 @@ from hf_hybridspec.kernels.block_attention import attention_inputs, block_attent
 from hf_hybridspec.kernels.gated_delta_inputs import gated_delta_inputs
 from hf_hybridspec.kernels.gated_delta_rule import verify_gated_delta_rule
 from hf_hybridspec.kernels.linear import gated_linear, gated_norm_linear, norm_linear
-from hf_hybridspec.kernels.moe_experts import expert_down, expert_gate_up, route_rows
+from hf_hybridspec.kernels.moe_experts import add_experts, num_counters, route_rows
 from hf_hybridspec.kernels.residual_rows import ResidualRows, residual_rows
 from hf_hybridspec.kernels.rotary import rotary_rows
 from hf_hybridspec.modeling.block_state import AttentionState, BlockState, GatedDeltaState
@@ -106,10 +106,9 @@ class Pieces:
         routed = route_rows(rows, block.router, block.top_k, eps)
         if self.assignments is not None:
             routed = scripted_rows(self.assignments[layer_idx], block.router.shape[0] - 1)
-        start = partial(expert_gate_up, rows, routed, block.experts, eps)
-        self._add("experts, gate and up", start)
-        ended = (start(), routed, block.experts, rows.values, self.room, self.counters)
-        self._add("experts, down", partial(expert_down, *ended))
+        size = num_counters(rows.shape[1], routed.top_k_index.numel())
+        counters = torch.zeros(size, dtype=torch.int32, device=self.device)
+        self._add("experts", partial(add_experts, rows, routed, block.experts, self.room, eps, counters))
 
 
 def forward_bytes(weights: FusedWeights, state: BlockState, context: int) -> dict[str, int]:

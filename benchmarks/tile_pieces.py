@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_hybridspec.bench.scripted_routing import RoutingScript
 from hf_hybridspec.kernels.gated_delta_inputs import ProducerWeights, gated_delta_inputs
 from hf_hybridspec.kernels.linear import gated_linear, gated_norm_linear, norm_linear
-from hf_hybridspec.kernels.moe_experts import ExpertWeights, RoutedRows, expert_down, expert_gate_up, route_rows
+from hf_hybridspec.kernels.moe_experts import ExpertWeights, RoutedRows, add_experts, num_counters, route_rows
 from hf_hybridspec.kernels.residual_rows import ResidualRows, residual_rows
 
 EPS = 1e-6
@@ -216,12 +216,13 @@ def _output_head(maker: Maker, num_rows: int) -> Piece:
 
 
 def _experts(kernel: str, maker: Maker, num_rows: int) -> Piece:
-    """Both halves of the experts, as they follow one another in a forward; the tile of one of them is tuned."""
-    rows, room, counters = maker.residual(num_rows), maker.room(num_rows), maker.counters()
+    """Both halves of the experts, of one launch; the tile of one of them is tuned."""
+    rows, room = maker.residual(num_rows), maker.room(num_rows)
+    size = num_counters(maker.shape.hidden, num_rows * maker.shape.top_k)
+    counters = torch.zeros(size, dtype=torch.int32, device=maker.device)
 
     def run(routed: RoutedRows, weights: ExpertWeights) -> Tensor:
-        activated = expert_gate_up(rows, routed, weights, EPS)
-        return expert_down(activated, routed, weights, rows.values, room, counters).scaled
+        return add_experts(rows, routed, weights, room, EPS, counters).scaled
 
     pairs = [(routed, weights) for routed in maker.routings(num_rows) for weights in maker.experts()]
     if maker.only_once:

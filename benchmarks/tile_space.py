@@ -8,7 +8,6 @@ from hf_hybridspec.kernels.tiles import TILES, Tile
 SHARED_MEMORY = 227 * 1024
 # What programs hold of a weight in one step: more does not fit registers, or leaves too few programs.
 MOST_ENTRIES = 128 * 256
-EXPERTS = ("expert_gate_up", "expert_down")
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,13 @@ SPACES = {
     "gated_linear": SPLIT,
     # One step is one head.
     "gated_norm_linear": Space(columns=(128,), splits=(4, 8)),
-    "router": Space(rows=(16, 32, 64), columns=(128, 256, 512), splits=(4, 8), warps=(2, 4, 8), stages=(1, 2, 4)),
+    # One step a program, as wide as that takes.
+    "router": Space(rows=(16, 32, 64), columns=(512,), splits=(4, 8), warps=(2, 4, 8), stages=(4,)),
     # One row, of one warp.
     "choose_experts": Space(rows=(1,), columns=(1,), warps=(1, 2), stages=(4,)),
-    **dict.fromkeys(EXPERTS, Space((16, 32, 64, 128), (128, 256, 512), (1,), (2, 4, 8), (1, 2, 3, 4))),
+    "expert_gate_up": Space((16, 32, 64), (64, 128, 256), (1,), (2, 4, 8), (2, 3, 4, 5)),
+    # A cut alone.
+    "expert_down": Space((16, 32, 64, 128), (64, 128, 256, 512), (1,), (4,), (4,)),
 }
 
 

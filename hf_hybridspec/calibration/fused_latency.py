@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from ..kernels.moe_experts import RoutedRows, expert_down, expert_gate_up, route_rows
+from ..kernels.moe_experts import RoutedRows, add_experts, num_counters, route_rows
 from ..kernels.residual_rows import ResidualRows, residual_rows
 from ..modeling.block_state import BlockState
 from ..modeling.fused_forward import FusedForward
@@ -69,15 +69,15 @@ class _ExpertLayer:
         self._rows: ResidualRows = residual_rows(table, block.norm_scale, tokens)
         self._routed: RoutedRows = route_rows(self._rows, block.router, block.top_k, self._eps)
         self._room = ResidualRows.empty(num_rows, block.norm_scale, table.dtype)
-        self._counters = torch.zeros(table.shape[1] // 16 + 1, dtype=torch.int32, device=table.device)
+        size = num_counters(table.shape[1], num_rows * block.top_k)
+        self._counters = torch.zeros(size, dtype=torch.int32, device=table.device)
 
     @property
     def num_distinct(self) -> int:
         return self._routed.top_k_index.unique().numel()
 
     def run(self) -> None:
-        activated = expert_gate_up(self._rows, self._routed, self._block.experts, self._eps)
-        expert_down(activated, self._routed, self._block.experts, self._rows.values, self._room, self._counters)
+        add_experts(self._rows, self._routed, self._block.experts, self._room, self._eps, self._counters)
 
 
 def _run_all(layers: list[_ExpertLayer]) -> None:
@@ -103,4 +103,9 @@ def repeated(work: Callable[[], object], device: torch.device) -> Callable[[], o
     with torch.cuda.graph(graph):
         for _ in range(num_times(device)):
             work()
-    return graph.replay
+    return partial(_replay, graph, work)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, _work: Callable[[], object]) -> None:
+    """Replays a graph; `_work` is held because it holds the tensors that the graph reads."""
+    graph.replay()

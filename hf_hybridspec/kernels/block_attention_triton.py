@@ -226,8 +226,9 @@ def _combine_kernel(
     m_p = (o_p < PROGRAMS) & ((o_p + PROGRAMS - first % PROGRAMS) % PROGRAMS <= last - first)
     p_part = partial + (i_row * PROGRAMS + o_p[:, None]) * D + o_d[None, :]
     p_statistics = statistics + (i_row * PROGRAMS + o_p) * 2
-    wait_for_previous(OVERLAPS)
+    # Before the wait: what follows reads nothing but weights before its own, and has time to ask for them.
     let_next_start(OVERLAPS)
+    wait_for_previous(OVERLAPS)
     # All parts that exist at once.
     b_part = tl.load(p_part, mask=m_p[:, None] & m_d[None, :], other=0.0)
     b_max = tl.load(p_statistics, mask=m_p, other=LOWEST)

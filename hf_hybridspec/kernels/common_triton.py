@@ -51,6 +51,21 @@ def let_next_start(OVERLAPS: tl.constexpr):
 
 
 @triton.jit
+def hold_until_here(b_tile, OVERLAPS: tl.constexpr):
+    """The tile as it is: registers of what was loaded before a wait and is used after it.
+
+    Otherwise a compiler copies operands of a product to shared memory right where they are loaded, and waits for them
+    there.
+    """
+    if OVERLAPS:
+        PACKED: tl.constexpr = 32 // b_tile.dtype.primitive_bitwidth
+        b_tile = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [b_tile], dtype=b_tile.dtype, is_pure=False, pack=PACKED
+        )
+    return b_tile
+
+
+@triton.jit
 def prefetch_rows(
     weight, o_n, first_k, stride_n, stride_k, N: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr,
     OVERLAPS: tl.constexpr,

@@ -65,14 +65,6 @@ class ExpertWeights:
     shared_down: torch.Tensor
 
 
-@dataclass(frozen=True)
-class ActivatedRows:
-    """SwiGLU activations: `routed` `[n, k, I]` by row and position in its top-k, `shared` `[n, J]`."""
-
-    routed: torch.Tensor
-    shared: torch.Tensor
-
-
 def route_rows(
     rows: ResidualRows,
     weight: torch.Tensor,
@@ -112,34 +104,24 @@ def route_rows(
     return routed
 
 
-def expert_gate_up(rows: ResidualRows, routed: RoutedRows, weights: ExpertWeights, eps: float) -> ActivatedRows:
-    """RMSNorm, gate and up projections and SwiGLU of every selected expert.
-
-    Args:
-        rows: as given to `route_rows`, or the first of them with a routing of as many.
-
-    Raises:
-        ValueError: a shape or dtype differs from the above.
-    """
-    check_residual("rows", rows)
-    _check_weights(rows.values, weights)
-    return implementation("moe_experts", rows.values.device).expert_gate_up(rows, routed, weights, eps)
-
-
-def expert_down(
-    activated: ActivatedRows,
+def add_experts(
+    rows: ResidualRows,
     routed: RoutedRows,
     weights: ExpertWeights,
-    residual: torch.Tensor,
     output: ResidualRows,
+    eps: float,
     counters: torch.Tensor | None = None,
 ) -> ResidualRows:
-    """Down projections, weighted and added to the residual in the order of each row's top-k, the shared expert last.
+    """RMSNorm, every selected expert, and the residual stream after them.
+
+    Gate and up projections, SwiGLU, down projections; these are weighted and added to the residual in the order of
+    each row's top-k, the shared expert last.
 
     Args:
-        residual: `[n, H]`, 1 <= n <= 16.
+        rows: as given to `route_rows`, or the first of them with a routing of as many; also the residual.
         output: room for n rows of H columns, whose `norm_scale` is that of the norm that follows; written to.
-        counters: int32 zeros, at least one per 16 columns of H; they are zero again afterwards. None: made here, which
+        eps: of the norm.
+        counters: int32 zeros, at least `num_counters(H, n * k)`, zero again afterwards. None: made here, which
             a captured graph should not do.
 
     Returns:
@@ -148,12 +130,19 @@ def expert_down(
     Raises:
         ValueError: a shape or dtype differs from the above.
     """
-    if residual.dim() != 2 or not 1 <= residual.shape[0] <= MAX_ROWS:
-        raise ValueError(f"residual must be [n, H] with 1 <= n <= {MAX_ROWS}, got {tuple(residual.shape)}.")
-    _check_weights(residual, weights)
-    check_room(output, tuple(residual.shape), residual.dtype)
-    kernels = implementation("moe_experts", residual.device)
-    return kernels.expert_down(activated, routed, weights, residual, output, counters)
+    check_residual("rows", rows)
+    _check_weights(rows.values, weights)
+    check_room(output, tuple(rows.shape), rows.values.dtype)
+    needed = num_counters(rows.shape[1], routed.top_k_index.numel())
+    if counters is not None and counters.numel() < needed:
+        raise ValueError(f"counters must be at least {needed} int32 zeros, got {counters.numel()}.")
+    kernels = implementation("moe_experts", rows.values.device)
+    return kernels.add_experts(rows, routed, weights, output, eps, counters)
+
+
+def num_counters(hidden: int, choices: int) -> int:
+    """Counters of `add_experts`: of tiles of at least 16 columns, of all tiles, and of every choice and one more."""
+    return -(-hidden // 16) + choices + 2
 
 
 def _check_weights(rows: torch.Tensor, weights: ExpertWeights) -> None:

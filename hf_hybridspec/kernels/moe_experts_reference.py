@@ -9,7 +9,7 @@ What the host rounds to the activation dtype is rounded here too; the weighted s
 import torch
 import torch.nn.functional as F
 
-from .moe_experts import ActivatedRows, ExpertWeights, RoutedRows
+from .moe_experts import ExpertWeights, RoutedRows
 from .residual_rows import ResidualRows
 from .residual_rows_reference import normalised, write_residual
 
@@ -26,28 +26,21 @@ def route_rows(rows: ResidualRows, weight, eps, routed: RoutedRows) -> None:
     routed.slots.fill_(-1).scatter_(1, top_k_index, positions.expand_as(top_k_index))
 
 
-def expert_gate_up(rows: ResidualRows, routed: RoutedRows, weights: ExpertWeights, eps) -> ActivatedRows:
-    """As `moe_experts.expert_gate_up`."""
-    normed, inner = normalised(rows, eps), weights.down.shape[2]
-    activated = normed.new_zeros(*routed.top_k_index.shape, inner)
-    for expert, members, slots in _by_expert(routed):
-        activated[members, slots] = _swiglu(F.linear(normed[members], weights.gate_up[expert]))
-    return ActivatedRows(activated, _swiglu(F.linear(normed, weights.shared_gate_up)))
-
-
-def expert_down(
-    activated: ActivatedRows, routed: RoutedRows, weights: ExpertWeights, residual, output: ResidualRows, counters=None
+def add_experts(
+    rows: ResidualRows, routed: RoutedRows, weights: ExpertWeights, output: ResidualRows, eps, counters=None
 ) -> ResidualRows:
-    """As `moe_experts.expert_down`; needs no counters."""
-    num_rows, top_k = routed.top_k_index.shape
-    outputs = residual.new_zeros(num_rows, top_k, residual.shape[1], dtype=torch.float32)
+    """As `moe_experts.add_experts`; needs no counters."""
+    normed, (num_rows, top_k) = normalised(rows, eps), routed.top_k_index.shape
+    outputs = normed.new_zeros(num_rows, top_k, normed.shape[1], dtype=torch.float32)
     for expert, members, slots in _by_expert(routed):
-        outputs[members, slots] = F.linear(activated.routed[members, slots].float(), weights.down[expert].float())
-    total = residual.float()
+        activated = _swiglu(F.linear(normed[members], weights.gate_up[expert]))
+        outputs[members, slots] = F.linear(activated.float(), weights.down[expert].float())
+    total = rows.values.float()
     for slot in range(top_k):
         total = total + routed.top_k_weights[:, slot, None] * outputs[:, slot]
-    shared = F.linear(activated.shared.float(), weights.shared_down.float())
-    return write_residual((total + routed.shared_gate[:, None] * shared).to(residual.dtype), output)
+    activated = _swiglu(F.linear(normed, weights.shared_gate_up))
+    shared = F.linear(activated.float(), weights.shared_down.float())
+    return write_residual((total + routed.shared_gate[:, None] * shared).to(rows.values.dtype), output)
 
 
 def _by_expert(routed: RoutedRows):

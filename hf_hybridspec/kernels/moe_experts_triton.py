@@ -1,21 +1,33 @@
-"""The MoE block of at most 16 rows in Triton: four launches.
+"""The MoE block of at most 16 rows in Triton: three launches.
 
 Router: programs over (tile of experts, part of H), then a program of one warp for every row, which adds up the parts
-and picks its top-k. Experts: one program per (place, tile of rows of a weight). Place 0 is the shared expert, the
-others are the rows' choices, row by row; a program whose choice an earlier row has made returns after two small loads.
-So every distinct expert is read once, nothing has to be gathered from all rows before, and the grid never depends on
-the routing. Down projections go to a buffer by row and top-k position; the program that finishes a tile last adds them
-up in that order, so a row's result depends neither on timing nor on the other rows.
+and picks its top-k. Experts, both halves in one launch: one program per (place, tile of rows of a weight). Place 0 is
+the shared expert, the others are the rows' choices, row by row; a program whose choice an earlier row has made returns
+after two small loads. So every distinct expert is read once, nothing has to be gathered from all rows before, and the
+grid never depends on the routing.
+
+Programs of the first half come first in the grid and wait for nothing but the kernel before. Those of the second half
+wait until all programs of their own expert have written its activations: while the last ones do, the memory is busy. A
+device starts programs in the order of the grid, so that whoever waits, waits for programs that run. Down projections
+go to a buffer by row and top-k position; the program that finishes a tile last adds them up in that order, so a row's
+result depends neither on timing nor on the other rows.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from .common_triton import launch_device, launch_options, let_next_start, prefetch_rows, wait_for_previous
+from .common_triton import (
+    hold_until_here,
+    launch_device,
+    launch_options,
+    let_next_start,
+    prefetch_rows,
+    wait_for_previous,
+)
 from .dense_mlp_triton import swiglu
 from .linear_triton import PADDED_ROWS, load_tile, multiply_add, precision_of
-from .moe_experts import ActivatedRows, ExpertWeights, RoutedRows
+from .moe_experts import ExpertWeights, RoutedRows
 from .residual_rows import ResidualRows
 from .residual_rows_triton import inverse_rms, load_squares, squares_options, store_residual
 from .tiles import tile_of
@@ -27,24 +39,20 @@ ROUNDED = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 def _router_kernel(
     rows, weight, partial, num_rows, stride_xn, stride_xk, stride_wn, stride_wk,
     N: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
-    EARLY: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     i_n, i_s = tl.program_id(0), tl.program_id(1)
     o_r, o_n = tl.arange(0, SMALL), i_n * BN + tl.arange(0, BN)
     m_r, m_n = o_r < num_rows, o_n < N
-    b_sum = tl.zeros([SMALL, BN], tl.float32)
-    STEPS: tl.constexpr = (H + BK * SPLITS - 1) // (BK * SPLITS)
-    prefetch_rows(weight, o_n, i_s * STEPS * BK, stride_wn, stride_wk, N, H, PREFETCH, OVERLAPS)
+    o_k = i_s * BK + tl.arange(0, BK)
+    m_k = o_k < H
+    # All weights of a program are few enough to be asked for before it waits.
+    b_weight = load_tile(weight, o_n, o_k, stride_wn, stride_wk, m_n, m_k)
     wait_for_previous(OVERLAPS)
-    let_next_start(OVERLAPS and EARLY)
-    for step in range(STEPS):
-        o_k = (i_s * STEPS + step) * BK + tl.arange(0, BK)
-        m_k = o_k < H
-        b_weight = load_tile(weight, o_n, o_k, stride_wn, stride_wk, m_n, m_k)
-        b_rows = load_tile(rows, o_r, o_k, stride_xn, stride_xk, m_r, m_k)
-        b_sum = multiply_add(b_rows, b_weight, b_sum, PRECISION)
-    let_next_start(OVERLAPS and not EARLY)
+    let_next_start(OVERLAPS)
+    b_rows = load_tile(rows, o_r, o_k, stride_xn, stride_xk, m_r, m_k)
+    b_sum = tl.zeros([SMALL, BN], tl.float32)
+    b_sum = multiply_add(b_rows, hold_until_here(b_weight, OVERLAPS), b_sum, PRECISION)
     p_partial = partial + (i_s * SMALL + o_r[:, None]) * WIDTH + o_n[None, :]
     tl.store(p_partial, b_sum, mask=m_r[:, None] & m_n[None, :])
 
@@ -119,15 +127,15 @@ def _weight_tile(p_weight, o_n, o_k, stride_n, stride_k, m_n, m_k):
     return tl.load(p_tile, mask=m_n[:, None] & m_k[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _gate_up_kernel(
-    rows, squares, top_k_index, slots, gate_up, shared_gate_up, routed_out, shared_out, eps, num_rows,
+@triton.jit
+def _first_half(
+    i_n, i_p, ready, rows, squares, top_k_index, slots, gate_up, shared_gate_up, routed_out, shared_out, eps, num_rows,
     stride_xn, stride_xk, stride_sr, stride_se, stride_we, stride_wn, stride_wk, stride_vn, stride_vk,
     H: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
     TOP_K: tl.constexpr, CHOICES: tl.constexpr, SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, EARLY: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    i_n, i_p = tl.program_id(0), tl.program_id(1)
+    """Activations of tile `i_n` of the expert at place `i_p`; `ready[i_p]` counts the tiles that are written."""
     o_r, o_n = tl.arange(0, SMALL), i_n * BN + tl.arange(0, BN)
     m_r = o_r < num_rows
     if i_p == 0:
@@ -162,21 +170,23 @@ def _gate_up_kernel(
         if i_p > 0:
             p_out, o_out, m_out = routed_out, o_r * TOP_K + b_slots, b_slots >= 0
         tl.store(p_out + o_out[:, None] * size + o_n[None, :], b_out, mask=m_out[:, None] & m_n[None, :])
+        tl.debug_barrier()
+        tl.atomic_add(ready + i_p, 1, sem="acq_rel")
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _down_kernel(
-    routed_in, shared_in, top_k_index, slots, top_k_weights, shared_gate, down, shared_down, residual,
-    partial, counters, next_scale, values, scaled, squares, num_rows,
+@triton.jit
+def _second_half(
+    i_n, i_p, ready, finished, routed_in, shared_in, top_k_index, slots, top_k_weights, shared_gate, down,
+    shared_down, residual, partial, counters, next_scale, values, scaled, squares, num_rows,
     stride_sr, stride_se, stride_we, stride_wn, stride_wk, stride_vn, stride_vk, stride_rn, stride_rk,
     H: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
-    SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, WRITERS: tl.constexpr,
     EARLY: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    i_n, i_p = tl.program_id(0), tl.program_id(1)
+    """Tile `i_n` of the down projection of the expert at place `i_p`; whoever ends a tile adds up its parts."""
     o_r, o_n = tl.arange(0, SMALL), i_n * BN + tl.arange(0, BN)
     m_r, m_n = o_r < num_rows, o_n < H
-    # The routing is read before the wait: the kernel before this one has waited for it.
+    wait_for_previous(OVERLAPS)
     p_weight, i_e, is_wanted = shared_down, tl.full([], 0, tl.int64), i_p == 0
     if i_p > 0:
         i_e, is_wanted = _expert_at(top_k_index, i_p, TOP_K, CHOICES)
@@ -196,13 +206,16 @@ def _down_kernel(
         b_factor = tl.load(p_factor + o_source, mask=m_member, other=0.0, cache_modifier=".cg")
 
         b_sum = tl.zeros([SMALL, BN], tl.float32)
-        wait_for_previous(OVERLAPS)
+        while tl.atomic_add(ready + i_p, 0, sem="acquire") < WRITERS:
+            pass
         let_next_start(OVERLAPS and EARLY)
         for i_k in range(STEPS):
             o_k = i_k * BK + tl.arange(0, BK)
             m_k = o_k < size
             b_weight = _weight_tile(p_weight, o_n, o_k, stride_n, stride_k, m_n, m_k)
-            b_rows = load_tile(p_rows, o_source, o_k, size, 1, m_member, m_k)
+            # From the L2 cache, where they are right although this launch wrote them.
+            p_tile = p_rows + o_source[:, None] * size + o_k[None, :]
+            b_rows = tl.load(p_tile, mask=m_member[:, None] & m_k[None, :], other=0.0, cache_modifier=".cg")
             b_sum = multiply_add(b_rows, b_weight, b_sum, PRECISION)
         let_next_start(OVERLAPS and not EARLY)
         o_first = o_r * (TOP_K + 1)
@@ -220,6 +233,46 @@ def _down_kernel(
                 m_part = m_r[:, None] & m_n[None, :]
                 b_total += tl.load(p_parts + slot * H, mask=m_part, other=0.0, cache_modifier=".cg")
             store_residual(b_total, values, next_scale, scaled, squares, i_n, o_r, o_n, m_r, m_n, H, SMALL)
+            # The last tile of all leaves the counters as it found them.
+            o_place = tl.arange(0, CHOICES)
+            if tl.atomic_add(finished, 1, sem="acq_rel") == tl.cdiv(H, BN) - 1:
+                tl.store(finished, 0)
+                tl.store(ready, 0)
+                tl.store(ready + 1 + o_place, 0, mask=o_place < num_rows * TOP_K)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _experts_kernel(
+    rows, squares, top_k_index, slots, top_k_weights, shared_gate, gate_up, shared_gate_up, down, shared_down,
+    routed_rows, shared_rows, residual, partial, counters, next_scale, values, scaled, out_squares, eps, num_rows,
+    stride_xn, stride_xk, stride_sr, stride_se, stride_ue, stride_un, stride_uk, stride_vn, stride_vk,
+    stride_de, stride_dn, stride_dk, stride_cn, stride_ck, stride_rn, stride_rk,
+    H: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
+    TOP_K: tl.constexpr, CHOICES: tl.constexpr, SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BN_DOWN: tl.constexpr, BK_DOWN: tl.constexpr, UP_TILES: tl.constexpr, DOWN_TILES: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
+    i_program = tl.program_id(0)
+    num_first = (num_rows * TOP_K + 1) * UP_TILES
+    # Counters: one a tile of the output, one for all tiles, one a place.
+    finished = counters + DOWN_TILES
+    ready = finished + 1
+    if i_program < num_first:
+        _first_half(
+            i_program % UP_TILES, i_program // UP_TILES, ready, rows, squares, top_k_index, slots, gate_up,
+            shared_gate_up, routed_rows, shared_rows, eps, num_rows, stride_xn, stride_xk, stride_sr, stride_se,
+            stride_ue, stride_un, stride_uk, stride_vn, stride_vk, H, INNER, SHARED, PARTS, PADDED, TOP_K, CHOICES,
+            SMALL, BN, BK, PRECISION, EARLY, OVERLAPS, PREFETCH,
+        )  # fmt: skip
+    else:
+        i_second = i_program - num_first
+        _second_half(
+            i_second % DOWN_TILES, i_second // DOWN_TILES, ready, finished, routed_rows, shared_rows, top_k_index,
+            slots, top_k_weights, shared_gate, down, shared_down, residual, partial, counters, next_scale, values,
+            scaled, out_squares, num_rows, stride_sr, stride_se, stride_de, stride_dn, stride_dk, stride_cn,
+            stride_ck, stride_rn, stride_rk, H, INNER, SHARED, TOP_K, CHOICES, SMALL, BN_DOWN, BK_DOWN, PRECISION,
+            UP_TILES, EARLY, OVERLAPS, PREFETCH,
+        )  # fmt: skip
 
 
 def route_rows(rows: ResidualRows, weight, eps, routed: RoutedRows) -> None:
@@ -232,8 +285,9 @@ def route_rows(rows: ResidualRows, weight, eps, routed: RoutedRows) -> None:
     with launch_device(weight):
         _router_kernel[(triton.cdiv(size_n, tile.block_n), tile.splits)](
             rows.scaled, weight, partial, num_rows, *rows.scaled.stride(), *weight.stride(),
-            N=size_n, H=hidden, WIDTH=width, SMALL=PADDED_ROWS, BN=tile.block_n, BK=tile.block_k, SPLITS=tile.splits,
-            PRECISION=precision_of(weight), EARLY=tile.next_starts_early, **launch_options(tile, weight),
+            N=size_n, H=hidden, WIDTH=width, SMALL=PADDED_ROWS, BN=tile.block_n,
+            BK=max(16, triton.next_power_of_2(triton.cdiv(hidden, tile.splits))), PRECISION=precision_of(weight),
+            **launch_options(tile, weight),
         )  # fmt: skip
         _choose_kernel[(num_rows,)](
             partial, rows.squares, routed.top_k_index, routed.top_k_weights, routed.shared_gate, routed.slots, eps,
@@ -243,48 +297,34 @@ def route_rows(rows: ResidualRows, weight, eps, routed: RoutedRows) -> None:
         )  # fmt: skip
 
 
-def expert_gate_up(rows: ResidualRows, routed: RoutedRows, weights: ExpertWeights, eps) -> ActivatedRows:
-    """As `moe_experts.expert_gate_up`."""
-    tile, (num_rows, top_k) = tile_of("expert_gate_up"), routed.top_k_index.shape
+def add_experts(
+    rows: ResidualRows, routed: RoutedRows, weights: ExpertWeights, output: ResidualRows, eps, counters=None
+) -> ResidualRows:
+    """As `moe_experts.add_experts`."""
+    tile, second, (num_rows, top_k) = tile_of("expert_gate_up"), tile_of("expert_down"), routed.top_k_index.shape
+    scaled, (_, hidden) = rows.scaled, rows.shape
     inner, shared = weights.down.shape[2], weights.shared_down.shape[1]
-    scaled = rows.scaled
-    activated = ActivatedRows(scaled.new_empty(num_rows, top_k, inner), scaled.new_empty(num_rows, shared))
+    up_tiles, down_tiles = triton.cdiv(max(inner, shared), tile.block_n), triton.cdiv(hidden, second.block_n)
+    places = num_rows * top_k + 1
+    activated = scaled.new_empty(num_rows, top_k, inner), scaled.new_empty(num_rows, shared)
+    partial = scaled.new_empty(num_rows, top_k + 1, hidden, dtype=torch.float32)
+    if counters is None:
+        counters = torch.zeros(down_tiles + 1 + places, dtype=torch.int32, device=scaled.device)
     with launch_device(scaled):
-        _gate_up_kernel[(triton.cdiv(max(inner, shared), tile.block_n), num_rows * top_k + 1)](
-            scaled, rows.squares, routed.top_k_index, routed.slots,
-            weights.gate_up, weights.shared_gate_up, activated.routed, activated.shared, eps, num_rows,
+        _experts_kernel[(places * (up_tiles + down_tiles),)](
+            scaled, rows.squares, routed.top_k_index, routed.slots, routed.top_k_weights, routed.shared_gate,
+            weights.gate_up, weights.shared_gate_up, weights.down, weights.shared_down, *activated, rows.values,
+            partial, counters, output.norm_scale, output.values, output.scaled, output.squares, eps, num_rows,
             *scaled.stride(), *routed.slots.stride(), *weights.gate_up.stride(), *weights.shared_gate_up.stride(),
-            H=scaled.shape[1], INNER=inner, SHARED=shared, TOP_K=top_k, CHOICES=_choices(top_k), SMALL=PADDED_ROWS,
-            BN=tile.block_n, BK=tile.block_k, PRECISION=precision_of(scaled), EARLY=tile.next_starts_early,
-            **squares_options(rows), **launch_options(tile, scaled),
+            *weights.down.stride(), *weights.shared_down.stride(), *rows.values.stride(),
+            H=hidden, INNER=inner, SHARED=shared, TOP_K=top_k, CHOICES=_choices(top_k), SMALL=PADDED_ROWS,
+            BN=tile.block_n, BK=tile.block_k, BN_DOWN=second.block_n,
+            BK_DOWN=max(16, min(second.block_k, triton.next_power_of_2(max(inner, shared)))),
+            UP_TILES=up_tiles, DOWN_TILES=down_tiles, PRECISION=precision_of(scaled),
+            EARLY=tile.next_starts_early, **squares_options(rows), **launch_options(tile, scaled),
         )  # fmt: skip
-    return activated
+    return output.of_parts(down_tiles)
 
 
 def _choices(top_k: int) -> int:
     return triton.next_power_of_2(PADDED_ROWS * top_k)
-
-
-def expert_down(
-    activated: ActivatedRows, routed: RoutedRows, weights: ExpertWeights, residual, output: ResidualRows, counters=None
-) -> ResidualRows:
-    """As `moe_experts.expert_down`."""
-    tile, (num_rows, top_k) = tile_of("expert_down"), routed.top_k_index.shape
-    hidden, inner, shared = residual.shape[1], weights.down.shape[2], weights.shared_down.shape[1]
-    num_tiles = triton.cdiv(hidden, tile.block_n)
-    # Not wider than there are columns.
-    block_k = max(16, min(tile.block_k, triton.next_power_of_2(max(inner, shared))))
-    partial = residual.new_empty(num_rows, top_k + 1, hidden, dtype=torch.float32)
-    if counters is None:
-        counters = torch.zeros(num_tiles, dtype=torch.int32, device=residual.device)
-    with launch_device(residual):
-        _down_kernel[(num_tiles, num_rows * top_k + 1)](
-            activated.routed, activated.shared, routed.top_k_index, routed.slots,
-            routed.top_k_weights, routed.shared_gate, weights.down, weights.shared_down, residual,
-            partial, counters, output.norm_scale, output.values, output.scaled, output.squares, num_rows,
-            *routed.slots.stride(), *weights.down.stride(), *weights.shared_down.stride(), *residual.stride(),
-            H=hidden, INNER=inner, SHARED=shared, TOP_K=top_k, CHOICES=_choices(top_k), SMALL=PADDED_ROWS,
-            BN=tile.block_n, BK=block_k, PRECISION=precision_of(residual), EARLY=tile.next_starts_early,
-            **launch_options(tile, residual),
-        )  # fmt: skip
-    return output.of_parts(num_tiles)

@@ -48,13 +48,13 @@ TILES = {
     # One step is one head, whose norm it needs.
     "gated_norm_linear": Tile(block_n=128, block_k=128, splits=8, overlaps=True, prefetch=1),
     "gated_linear": Tile(block_n=128, block_k=128, splits=8, num_stages=6, overlaps=True, prefetch=1),
-    # One step a program.
-    "router": Tile(block_n=32, block_k=256, splits=4, num_warps=2, overlaps=True, prefetch=1),
+    # One step a program, as wide as that takes.
+    "router": Tile(block_n=16, block_k=512, splits=4, overlaps=True),
     # One row, of one warp.
     "choose_experts": Tile(block_n=1, block_k=1, num_warps=1, overlaps=True),
-    # Gate and up rows: a step reads 2 * block_n rows.
-    "expert_gate_up": Tile(block_n=32, block_k=128, overlaps=True, prefetch=1),
-    "expert_down": Tile(block_n=32, block_k=128, num_warps=2, num_stages=3, overlaps=True),
+    # Gate and up rows: a step reads 2 * block_n rows. The second half is of the same launch and has a cut alone.
+    "expert_gate_up": Tile(block_n=32, block_k=128, num_warps=2, overlaps=True, prefetch=1),
+    "expert_down": Tile(block_n=64, block_k=128),
     "dense_gate_up": Tile(block_n=32, block_k=128, num_stages=3),
     "dense_down": Tile(block_n=32, block_k=128, splits=4, num_stages=3),
     # block_n keys in one step, block_k keys in a chunk, which one program reads alone.

@@ -31,7 +31,10 @@ def run(module, monkeypatch, *options: str) -> dict:
 
 def test_a_dry_run_measures_every_length_and_routing(monkeypatch, tmp_path):
     lengths = ["--lengths", "1", "4"]
-    report = run(target_forward, monkeypatch, "--tiny", "--replays", "3", "--contexts", "32", *lengths, tmp_path / "f")
+    (tmp_path / "v").write_text(json.dumps({"wider": {"router": {"block_n": 32}}}))
+    variants = ["--variants", str(tmp_path / "v"), "--overlaps"]
+    sizes = ["--tiny", "--replays", "3", "--contexts", "32", *lengths]
+    report = run(target_forward, monkeypatch, *sizes, *variants, tmp_path / "f")
     rows = {(row["routing"], row["length"]): row for row in report["forward_context_32"]}
     assert set(rows) == {(routing, length) for routing in ("uniform", "scripted") for length in (1, 4)}
     assert all(row["ms"] > 0 for row in rows.values())
@@ -42,7 +45,8 @@ def test_a_dry_run_measures_every_length_and_routing(monkeypatch, tmp_path):
         assert rows[routing, 4]["floor_ms"] > rows[routing, 1]["floor_ms"]
     assert report["ar_context_32"]["ar_ms"] > 0 and report["skipped_phases"] == 0
     assert report["pieces_length_1"]["router"]["launches"] == 4
-    assert set(report["overlap"]) == {"1", "8", "other_bits"} and not report["overlap"]["other_bits"]
+    assert set(report["variants"]) == {"1", "6", "16", "other_bits"} and not report["variants"]["other_bits"]
+    assert {"as given", "none", "wider"} <= set(report["variants"]["16"])
     assert report["rows_against_16_rows"]["15"]["same_argmax"] == 1
 
 

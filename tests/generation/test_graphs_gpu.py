@@ -20,6 +20,8 @@ pytestmark = pytest.mark.gpu
 
 PROMPT = "Mia has 12 apples and buys 7 more. She gives 5 to Tom. How many apples does Mia have now?"
 NUM_NEW = 120
+# Difference of two logits, relative to them, that a few roundings to bf16 explain.
+NEAR_TIE = 2.0**-5
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
@@ -109,14 +111,25 @@ def test_sampling(models, stepwise, options):
 
 
 def test_plain_rounds_equal_drafted_ones(models, stepwise):
-    """Greedy and with the same kernels: a row does not depend on the rows beside it, in 16 bits up to eight of them.
-
-    From nine rows on the GDN solve has another shape and, in 16 bits, another precision.
-    """
+    """Greedy and with the same kernels. In bf16 up to the first near-tie, as sums of the GDN solve depend on w."""
     plain, statistics = both(models, stepwise, assistant_model=None)
     assert set(statistics.verification_lengths) == {1}
-    drafted, _ = both(models, stepwise, length_policy="full" if models[0].dtype == torch.float32 else Static(8))
-    assert plain == drafted
+    drafted, _ = both(models, stepwise, length_policy="full")
+    if models[0].dtype == torch.float32:
+        assert plain == drafted
+    elif plain != drafted:
+        assert_near_tie(models, plain, drafted)
+
+
+def assert_near_tie(models, plain, drafted):
+    """The first two tokens that differ are the most probable ones, and no further apart than bf16 can tell."""
+    target, _, inputs = models
+    first = next(i for i, (one, other) in enumerate(zip(plain, drafted, strict=True)) if one != other)
+    before = torch.tensor([plain[:first]], dtype=torch.int64, device=target.device)
+    with torch.no_grad():
+        logits = target(torch.cat([inputs["input_ids"], before], dim=1), use_cache=False).logits[0, -1].float()
+    best, pair = logits.max(), logits[[plain[first], drafted[first]]]
+    assert (best - pair).max() <= NEAR_TIE * best.abs()
 
 
 def test_the_eager_loop_gives_the_same_tokens_in_fp32(models):
