@@ -14,7 +14,8 @@ from hf_hybridspec.modeling.fused_forward import FusedForward
 from hf_hybridspec.modeling.target import text_config, text_model
 
 CONTEXT, ROOM = 300, 64
-LENGTHS = (1, 5, 16)
+# Rows of a block, and how many blocks of them: a median needs several rows.
+BLOCKS = {1: 5, 5: 2, 16: 2}
 # Relative Frobenius error of what a layer adds to the residual stream, for the median row: roundings of 16 bits of a
 # stream several times as large, or fp32 sums in another order; a wrong expert is off by 0.3. A near-tie of the router
 # gives single rows another expert, which the median leaves out.
@@ -23,7 +24,7 @@ LIMITS = {torch.bfloat16: 5e-2, torch.float32: 1e-4}
 
 @dataclass(frozen=True)
 class LayerErrors:
-    """Of one layer: relative errors of its rows, worst and median over rows."""
+    """Of one layer: relative errors of its rows in all blocks of a length, worst and median."""
 
     layer: int
     length: int
@@ -33,7 +34,7 @@ class LayerErrors:
 
 @torch.no_grad()
 def check_layers(model: PreTrainedModel, num_layers: int, device: torch.device) -> list[LayerErrors]:
-    """Errors of the first layers in two blocks with a commit in between; each layer is given what ours was given.
+    """Errors of the first layers in blocks with a commit in between; each layer is given what ours was given.
 
     Raises:
         SystemExit: the median row of a layer is further off than rounding explains.
@@ -41,17 +42,21 @@ def check_layers(model: PreTrainedModel, num_layers: int, device: torch.device) 
     forward = FusedForward(model, tuple(range(num_layers)))
     generator = torch.Generator().manual_seed(0)
     errors = []
-    for length in LENGTHS:
+    for length, num_blocks in BLOCKS.items():
+        found: list[list[Tensor]] = []
         cache, twin = (noisy_cache(model, CONTEXT, ROOM) for _ in range(2))
         state, offset = BlockState(cache), torch.zeros(1, dtype=torch.int64, device=device)
-        for _ in range(2):
+        for _ in range(num_blocks):
             token_ids = torch.randint(text_config(model).vocab_size, (length,), generator=generator).to(device)
             features = forward.stage1(forward.stage0(token_ids, offset, state), length, state).features
             ours = [text_model(model).embed_tokens(token_ids), *features.chunk(num_layers, dim=1)]
-            errors += _compare(model, twin, ours, length)
+            found.append(_compare(model, twin, ours, length))
             commit_length = (length + 1) // 2
             state.commit(torch.tensor([commit_length], dtype=torch.int32, device=device))
             twin.commit(commit_length)
+        for layer_idx, blocks in enumerate(zip(*found, strict=True)):
+            rows = torch.cat(blocks)
+            errors.append(LayerErrors(layer_idx, length, rows.median().item(), rows.max().item()))
     limit = LIMITS[features.dtype]
     for error in errors:
         # Not "error > limit": a NaN must not pass.
@@ -62,8 +67,8 @@ def check_layers(model: PreTrainedModel, num_layers: int, device: torch.device) 
     return errors
 
 
-def _compare(model: PreTrainedModel, twin, ours: list[Tensor], length: int) -> list[LayerErrors]:
-    """Runs the host's layers in a block of the twin, each on our input to it."""
+def _compare(model: PreTrainedModel, twin, ours: list[Tensor], length: int) -> list[Tensor]:
+    """Errors `[length]` of the host's layers in a block of the twin, each run on our input to it."""
     decoder = text_model(model)
     positions = torch.arange(length, device=ours[0].device)[None] + twin.committed_length
     twin.begin_block(length)
@@ -80,8 +85,7 @@ def _compare(model: PreTrainedModel, twin, ours: list[Tensor], length: int) -> l
             attention_mask=mask if is_attention else None,
         )[0]  # fmt: skip
         added = (expected - given).float()
-        rows = (result.float() - expected.float()).norm(dim=1) / added.norm(dim=1)
-        errors.append(LayerErrors(layer_idx, length, rows.median().item(), rows.max().item()))
+        errors.append((result.float() - expected.float()).norm(dim=1) / added.norm(dim=1))
     # Layers beyond those that are checked have recorded nothing.
     for buffers in twin._buffers.values():
         buffers.num_recorded = [length] * len(buffers.num_recorded)

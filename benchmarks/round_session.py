@@ -11,11 +11,10 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, Stoppin
 from benchmarks.full_target import noisy_cache
 from benchmarks.scripted_forward import ScriptedForward
 from benchmarks.simulated_parts import SimulatedDrafter
-from hf_hybridspec.generation.device_round import DeviceRound
+from hf_hybridspec.generation.device_round import DeviceRound, RoundParts
 from hf_hybridspec.generation.emission import Emission
 from hf_hybridspec.generation.round_graphs import EagerRounds, RoundGraphs
 from hf_hybridspec.generation.round_loop import ROUNDS_AHEAD, HostSide, Launches, run_ahead, wait_for_record
-from hf_hybridspec.generation.round_parts import RoundParts
 from hf_hybridspec.generation.statistics import GenerationStatistics
 from hf_hybridspec.kernels.round_steps import MAX_ROWS
 from hf_hybridspec.modeling.block_state import BlockState

@@ -140,8 +140,7 @@ class Bench(PhasedReport):
 
     def decoding_step(self, context: int) -> None:
         """Plain decoding: one row, its argmax as the next token, and its commit."""
-        block = self.state(context)
-        state = block.of_kept_rows()
+        state = self.state(context)
         token, offset = self.capturer.tokens(1, 0), self.capturer.offset()
         one = torch.ones(1, dtype=torch.int32, device=self.device)
 
@@ -152,7 +151,7 @@ class Bench(PhasedReport):
             return token
 
         captured = Captured(step)
-        sizes = forward_bytes(self.forward.weights, block, context)
+        sizes = forward_bytes(self.forward.weights, state, context)
         milliseconds = medians(times_in_turn({"step": captured}, self.arguments.replays))["step"]
         experts = self.config.num_hidden_layers * self.config.num_experts_per_tok
         floor = (sizes["fixed"] + experts * sizes["expert"]) / BANDWIDTH * 1e3

@@ -4,7 +4,7 @@ A `Program` says which steps run in which order and where the device chooses. `r
 the choices on the host; `round_graphs.py` captures the same steps into a graph that chooses by itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -17,7 +17,6 @@ from ..kernels.round_steps import MAX_ROWS, RoundState, accept_greedily, correct
 from ..kernels.sampling import SamplingSettings, sampling_probs
 from ..kernels.uniforms import fill_uniforms
 from .policy_base import DeviceLengthPolicy
-from .round_parts import DeviceBlock, RoundParts
 
 # Records that the device keeps: rounds launched ahead of the host must be fewer.
 NUM_RECORDS = 32
@@ -140,6 +139,42 @@ class Mailbox:
         return RoundRecord(header >> 8 & 0xFF, header & 0xFF, tokens[:count], bool(header >> 24))
 
 
+class DeviceTarget(Protocol):
+    """The target's two stages on fixed buffers (`FusedForward`)."""
+
+    def stage0(self, token_ids: torch.Tensor, position_offset: torch.Tensor, state):
+        """Runs `[u]` tokens to the router boundary, whose rows stay in place until the next Stage 0."""
+
+    def stage1(self, boundary, length: int, state):
+        """Runs the boundary's first rows to `logits` `[w, vocabulary]` and `features` `[w, taps * hidden]`."""
+
+
+class DeviceBlock(Protocol):
+    """The target's cache on fixed buffers (`BlockState`); `committed` is `[1]` int32."""
+
+    committed: torch.Tensor
+
+    def commit(self, commit_length: torch.Tensor) -> None:
+        """Makes the first rows of the block permanent; `commit_length` is `[1]` int32."""
+
+
+@dataclass(frozen=True)
+class RoundParts:
+    """What a round works with; everything that a step reads or writes stays in place.
+
+    Attributes:
+        capacity: rows that the target's cache holds.
+        drafter: a FusedDrafter, or None for plain decoding, in which a round has one row.
+        recurrent_states: target layer -> committed state, of the layers that the drafter reads.
+    """
+
+    target: DeviceTarget
+    block: DeviceBlock
+    capacity: int
+    drafter: object | None
+    recurrent_states: Mapping[int, torch.Tensor]
+
+
 class DeviceRound:
     """The steps of a round, and the programs that they make up.
 
@@ -159,9 +194,8 @@ class DeviceRound:
         if parts.drafter is not None:
             self._selection = Selection.empty(parts.drafter.num_draft_tokens, device)
         self._boundary = None
-        self._kept = parts.block.of_kept_rows()
-        # By kind of acceptance, length and block: what a captured Stage 1 wrote must be where its commit reads.
-        self._features: dict[tuple[str, int, DeviceBlock], torch.Tensor] = {}
+        # By kind of acceptance and length: what a captured Stage 1 wrote must be where the commit after it reads.
+        self._features: dict[tuple[str, int], torch.Tensor] = {}
 
     def start(self, anchor: int, remaining: int, stop_tokens: list[int], position_offset: int) -> None:
         """Begins a sequence after its prefill. No round may be under way.
@@ -190,43 +224,39 @@ class DeviceRound:
         """A round of Algorithm 1; without its commits, `commit_program` must follow before the next round."""
         longest = policy.longest(self.parts.drafter.num_draft_tokens)
         lengths = range(1, longest + 1)
-        block = self.parts.block
-        before_router = {u: (self._stage0_step(u, block),) for u in lengths}
-        if policy.lookahead > 0:
-            before_router = {u: (*steps, self._correct_step(policy, u)) for u, steps in before_router.items()}
-        after_router = tuple(self._stage1_steps(w, acceptance, commits, block) for w in lengths)
+        corrects = policy.lookahead > 0
         return (
             Switch(self.state.draft_branch, ((Step(("draft", policy.key), partial(self._draft, policy)),),)),
-            Switch(self.state.stage0_branch, tuple(before_router.values())),
-            Switch(self.state.stage1_branch, after_router),
+            Switch(
+                self.state.stage0_branch,
+                tuple((self._stage0_step(u), *([self._correct_step(policy, u)] if corrects else [])) for u in lengths),
+            ),
+            Switch(self.state.stage1_branch, tuple(self._stage1_steps(w, acceptance, commits) for w in lengths)),
             self._publish_step(),
         )
 
     def plain_program(self, acceptance: Acceptance, commits: bool = True) -> Program:
-        """A round of one row, without drafts: the row is kept, unless the host is to commit it."""
-        block = self._kept if commits else self.parts.block
+        """A round of one row, without drafts."""
         opening = Step(("open",), self._open_plainly)
-        steps = (opening, self._stage0_step(1, block), *self._stage1_steps(1, acceptance, commits, block))
+        steps = (opening, self._stage0_step(1), *self._stage1_steps(1, acceptance, commits))
         return (Switch(self.state.draft_branch, (steps,)), self._publish_step())
 
     def commit_program(self, length: int, acceptance: Acceptance) -> Program:
         """Commits `state.commit_length` rows of a round that verified `length`."""
-        return (self._commit_step(length, acceptance, self.parts.block),)
+        return (self._commit_step(length, acceptance),)
 
-    def _stage0_step(self, length: int, block: DeviceBlock) -> Step:
-        return Step(("stage0", length, block), partial(self._stage0, length, block))
+    def _stage0_step(self, length: int) -> Step:
+        return Step(("stage0", length), partial(self._stage0, length))
 
     def _correct_step(self, policy: DeviceLengthPolicy, length: int) -> Step:
         return Step(("correct", policy.key, length), partial(self._correct, policy, length))
 
-    def _stage1_steps(
-        self, length: int, acceptance: Acceptance, commits: bool, block: DeviceBlock
-    ) -> tuple[Step, ...]:
-        verify = Step(("stage1", acceptance.kind, length, block), partial(self._stage1, length, acceptance, block))
-        return (verify, self._commit_step(length, acceptance, block)) if commits else (verify,)
+    def _stage1_steps(self, length: int, acceptance: Acceptance, commits: bool) -> tuple[Step, ...]:
+        verify = Step(("stage1", acceptance.kind, length), partial(self._stage1, length, acceptance))
+        return (verify, self._commit_step(length, acceptance)) if commits else (verify,)
 
-    def _commit_step(self, length: int, acceptance: Acceptance, block: DeviceBlock) -> Step:
-        return Step(("commit", acceptance.kind, length, block), partial(self._commit, length, acceptance.kind, block))
+    def _commit_step(self, length: int, acceptance: Acceptance) -> Step:
+        return Step(("commit", acceptance.kind, length), partial(self._commit, length, acceptance.kind))
 
     def _publish_step(self) -> Step:
         return Step(("publish",), partial(self.mailbox.publish, self.state))
@@ -244,9 +274,9 @@ class DeviceRound:
     def _open_plainly(self) -> None:
         open_block(self._no_tokens, self._one, self.parts.block.committed, self.parts.capacity, 0, self.state)
 
-    def _stage0(self, length: int, block: DeviceBlock) -> None:
+    def _stage0(self, length: int) -> None:
         tokens = self.state.block_tokens[:length]
-        self._boundary = self.parts.target.stage0(tokens, self._position_offset, block)
+        self._boundary = self.parts.target.stage0(tokens, self._position_offset, self.parts.block)
 
     def _correct(self, policy: DeviceLengthPolicy, length: int) -> None:
         """Steps 6 to 11. The lookahead row is the last of Stage 0, if Stage 0 ran it at all."""
@@ -256,15 +286,15 @@ class DeviceRound:
         policy.correct_on_device(new_experts, self._selection)
         correct_block(self._selection.nominal_length, self._selection.length, self.state)
 
-    def _stage1(self, length: int, acceptance: Acceptance, block: DeviceBlock) -> None:
+    def _stage1(self, length: int, acceptance: Acceptance) -> None:
         """Steps 12 to 14, and the record of what is emitted."""
-        rows = self.parts.target.stage1(self._boundary, length, block)
-        self._features[acceptance.kind, length, block] = rows.features
+        rows = self.parts.target.stage1(self._boundary, length, self.parts.block)
+        self._features[acceptance.kind, length] = rows.features
         acceptance.accept(rows.logits, self.state)
         emit_round(self.state)
 
-    def _commit(self, length: int, kind: str, block: DeviceBlock) -> None:
+    def _commit(self, length: int, kind: str) -> None:
         """Steps 15 and 16: caches, states, drafter context."""
-        block.commit(self.state.commit_length)
+        self.parts.block.commit(self.state.commit_length)
         if self.parts.drafter is not None:
-            self.parts.drafter.observe(self._features[kind, length, block], self.state.commit_length)
+            self.parts.drafter.observe(self._features[kind, length], self.state.commit_length)

@@ -30,13 +30,12 @@ from ..modeling.target import text_model
 from ..modeling.verification_backends import block_buffers_class
 from .cache_copies import copy_in, copy_out, weights_signature
 from .conditional_graphs import conditional_graph_obstacle
-from .device_round import Acceptance, DeviceRound, GreedyAcceptance, SampledAcceptance
+from .device_round import Acceptance, DeviceRound, GreedyAcceptance, RoundParts, SampledAcceptance
 from .draft_session import DraftSession
 from .emission import Emission
 from .policy_base import DeviceLengthPolicy
 from .round_graphs import EagerRounds, RoundGraphs
 from .round_loop import Launches
-from .round_parts import RoundParts
 from .sampling_plan import SamplingPlan
 
 FUSED_DRAFTERS = (DFlashDrafter, DSparkDrafter, ReadyDrafter)

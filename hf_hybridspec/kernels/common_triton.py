@@ -52,10 +52,10 @@ def let_next_start(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def hold_until_here(b_tile, OVERLAPS: tl.constexpr):
-    """The tile as it is: registers of what was loaded before a wait and is used after it.
+    """The tile as it is, in the registers in which it was loaded or computed.
 
-    Otherwise a compiler copies operands of a product to shared memory right where they are loaded, and waits for them
-    there.
+    A compiler moves operands of a product to shared memory as soon as it can: weights right where they are loaded, for
+    which it waits there, and rows before what is computed from them, which every warp then computes.
     """
     if OVERLAPS:
         PACKED: tl.constexpr = 32 // b_tile.dtype.primitive_bitwidth

@@ -87,36 +87,6 @@ def verify_gated_delta_rule(
     )
 
 
-def step_gated_delta_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    beta: torch.Tensor,
-    recurrent_state: torch.Tensor,
-    state_is_settled: bool = False,
-) -> torch.Tensor:
-    """Output of one row that is kept whatever comes, as in plain decoding: verification and commit in one pass.
-
-    The output is that of `verify_gated_delta_rule`, bit for bit; the state is read once instead of twice.
-
-    Args:
-        recurrent_state: `[B, HV, K, V]` fp32, changed in place.
-        query, key, value, log_decay, beta, state_is_settled: as for `verify_gated_delta_rule`, with n = 1.
-
-    Returns:
-        `[B, 1, HV, V]` in the dtype of `value`.
-
-    Raises:
-        ValueError: a shape or dtype differs from the above.
-    """
-    _check_inputs(query, key, value, log_decay, beta, recurrent_state)
-    if query.shape[1] != 1:
-        raise ValueError(f"A step has one row, got {query.shape[1]}. Verify and commit blocks of more.")
-    kernels = implementation("gated_delta_rule", recurrent_state.device)
-    return kernels.step_gated_delta_rule(query, key, value, log_decay, beta, recurrent_state, state_is_settled)
-
-
 def commit_gated_delta_rule(
     recurrent_states: torch.Tensor,
     factors: CompactFactors,
@@ -142,12 +112,6 @@ def commit_gated_delta_rule(
 
 
 def _check_verify(query, key, value, log_decay, beta, recurrent_state, factors) -> None:
-    _check_inputs(query, key, value, log_decay, beta, recurrent_state)
-    (batch, rows, num_k_heads, k_dim), (num_v_heads, v_dim) = query.shape, value.shape[2:]
-    _check_factors(factors, (batch, max(rows, factors.z.shape[1])), (num_k_heads, k_dim), (num_v_heads, v_dim))
-
-
-def _check_inputs(query, key, value, log_decay, beta, recurrent_state) -> None:
     if query.dim() != 4 or query.shape != key.shape or value.dim() != 4 or value.shape[:2] != query.shape[:2]:
         raise ValueError(
             "query and key must be [B, n, H, K] and value [B, n, HV, V], got "
@@ -169,6 +133,7 @@ def _check_inputs(query, key, value, log_decay, beta, recurrent_state) -> None:
     _check_tensor("log_decay", log_decay, (batch, rows, num_v_heads), torch.float32)
     _check_tensor("beta", beta, (batch, rows, num_v_heads), beta.dtype)
     _check_tensor("recurrent_state", recurrent_state, (batch, num_v_heads, k_dim, v_dim), torch.float32)
+    _check_factors(factors, (batch, max(rows, factors.z.shape[1])), (num_k_heads, k_dim), (num_v_heads, v_dim))
 
 
 def _check_commit(recurrent_states, factors, commit_length) -> None:

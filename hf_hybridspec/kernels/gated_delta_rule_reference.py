@@ -42,15 +42,6 @@ def verify_gated_delta_rule(
     return output.to(value.dtype)
 
 
-def step_gated_delta_rule(query, key, value, log_decay, beta, recurrent_state, state_is_settled=False) -> torch.Tensor:
-    """As `gated_delta_rule.step_gated_delta_rule`; nothing here overlaps."""
-    output, z, unit_key, g = _verify_one_row(query, key, value, log_decay, beta, recurrent_state)
-    group = value.shape[2] // key.shape[2]
-    update = unit_key[:, 0].repeat_interleave(group, dim=1).unsqueeze(-1) * z[:, 0].unsqueeze(-2)
-    recurrent_state.mul_(g[:, 0].exp()[..., None, None]).add_(update)
-    return output.to(value.dtype)
-
-
 def commit_gated_delta_rule(
     recurrent_states: torch.Tensor,
     factors: "CompactFactors",

@@ -37,7 +37,6 @@ import triton
 import triton.language as tl
 
 from .common_triton import _can_overlap, launch_device, let_next_start, wait_for_previous
-from .small_solve_triton import small_product, solve_small, split_halves
 
 if TYPE_CHECKING:
     from .gated_delta_rule import CompactFactors
@@ -74,13 +73,63 @@ COMMIT_PRECISION = "tf32x3"
 
 
 @triton.jit
+def _split(b_tile):
+    """An fp32 tile as the difference of two bf16 tiles, within 2^-16 of it."""
+    b_high = (b_tile.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return b_high.to(tl.bfloat16), (b_high - b_tile).to(tl.bfloat16)
+
+
+@triton.jit
+def _product(b_left, b_right, b_sum, PRECISION: tl.constexpr):
+    """b_sum + b_left b_right for fp32 tiles."""
+    if PRECISION == "split":
+        b_left_high, b_left_low = _split(b_left)
+        b_right_high, b_right_low = _split(b_right)
+        b_small = tl.dot(b_left_high, b_right_low, tl.dot(b_left_low, b_right_high))
+        # Subtracted, so that the two sums do not wait for each other.
+        b_sum = tl.dot(b_left_high, b_right_high, b_sum) - b_small
+    else:
+        b_sum = tl.dot(b_left, b_right, b_sum, input_precision=PRECISION)
+    return b_sum
+
+
+@triton.jit
+def _solve(b_x, b_right, N: tl.constexpr, SMALL: tl.constexpr, PRECISION: tl.constexpr):
+    """(I - X)^-1 times `[C, 16, 8]` rows, for strictly lower triangular `[C, 16, 16]` X, zero in rows from N on."""
+    o_n = tl.arange(0, SMALL)
+    m_block = ((o_n[:, None] // 4) == (o_n[None, :] // 4))[None]
+    if N > 1:
+        b_rest = tl.where(m_block, 0.0, b_x)
+        if N > 4:
+            b_x = tl.where(m_block, b_x, 0.0)
+            b_update = _product(b_x, b_rest, b_rest, PRECISION)
+        if N > 2:
+            b_square = _product(b_x, b_x, tl.zeros_like(b_x), PRECISION)
+        b_right = _product(b_x, b_right, b_right, PRECISION)
+        if N > 4:
+            b_update = _product(b_square, b_update, b_update, PRECISION)
+        if N > 2:
+            b_right = _product(b_square, b_right, b_right, PRECISION)
+        if N > 4:
+            m_half = ((o_n[:, None] // 8) == (o_n[None, :] // 8))[None]
+            b_near = tl.where(m_half, b_update, 0.0)
+            if N > 8:
+                b_far = tl.where(m_half, 0.0, b_update)
+                b_far = _product(b_near, b_far, b_far, PRECISION)
+            b_right = _product(b_near, b_right, b_right, PRECISION)
+            if N > 8:
+                b_right = _product(b_far, b_right, b_right, PRECISION)
+    return b_right
+
+
+@triton.jit
 def _split_state(b_state, m_state, dtype: tl.constexpr):
     """The tile of the state as the operands of its products with rows of `dtype`; one is not used but for bf16."""
     # Masked here and not by the load, which keeps the split in front of the copy to shared memory.
     b_state = tl.where(m_state, b_state, 0.0)
     b_high, b_low = b_state, b_state
     if dtype == tl.bfloat16:
-        b_high, b_low = split_halves(b_state)
+        b_high, b_low = _split(b_state)
     return b_high, b_low
 
 
@@ -128,7 +177,7 @@ def _verify_kernel(
     scale,
     HV: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     SMALL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr,
-    PRECISION: tl.constexpr, COMMITS: tl.constexpr, OVERLAPS: tl.constexpr, SETTLED: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr, SETTLED: tl.constexpr,
 ):  # fmt: skip
     i_v, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_k = i_h // GROUP
@@ -153,15 +202,12 @@ def _verify_kernel(
     m_same = (o_n[:, None] == o_n[None, :])[None]
 
     # 1. The state tile first. All that does not need rows is done while the kernel before this one ends.
-    # Before the wait: what follows reads nothing but weights before its own, and has time to ask for them.
-    let_next_start(OVERLAPS)
     if not SETTLED:
         wait_for_previous(OVERLAPS)
     p_state = state + i_b * stride_sb + i_h.to(tl.int64) * stride_sh
     p_state += o_k[:, None] * stride_sk + o_v[None, :] * stride_sv
     m_state = m_k[:, None] & m_v[None, :]
-    b_state = tl.load(p_state, mask=m_state)
-    b_high, b_low = _split_state(b_state, m_state, query.dtype.element_ty)
+    b_high, b_low = _split_state(tl.load(p_state, mask=m_state), m_state, query.dtype.element_ty)
 
     p_key = key + i_b * stride_kb + i_k * stride_kh + o_first[:, None] * stride_kn + o_k[None, :] * stride_kd
     p_query = query + i_b * stride_qb + i_k * stride_qh + o_first[:, None] * stride_qn + o_k[None, :] * stride_qd
@@ -176,6 +222,7 @@ def _verify_kernel(
     m_output = ((m_query & m_r) if PACKED else m_n)[None, :, None] & (o_column < V)
     if SETTLED:
         wait_for_previous(OVERLAPS)
+    let_next_start(OVERLAPS)
 
     # All loads before the first use. Rows are masked after the load and not by it: the copy to shared memory follows
     # the mask, and so all loads.
@@ -188,9 +235,6 @@ def _verify_kernel(
     b_step = tl.load(p_step)
     b_beta = tl.load(p_beta).to(tl.float32)
     b_part = tl.load(p_part, mask=o_part < K)
-    if COMMITS:
-        b_first = tl.load(key + i_b * stride_kb + i_k * stride_kh + o_k * stride_kd, mask=m_k, other=0.0)
-        decay = tl.exp(tl.load(log_decay + i_b * stride_gb + i_h * stride_gh))
     if not PACKED:
         b_query = tl.where(m_k[None, :], b_query, 0.0).to(query.dtype.element_ty)
     b_key = tl.where(m_k[None, :], b_key, 0.0).to(key.dtype.element_ty)
@@ -216,9 +260,8 @@ def _verify_kernel(
     # number wherever it is used.
     m_until = ((o_r[:, None] >= o_n[None, :]) & m_n[None, :])[None]
     b_g = tl.sum(_copy_for_each_warp(tl.where(m_until, b_step[:, None, :], 0.0), COPIES), axis=2)
-    if not COMMITS:
-        tl.store(p_k, b_part * b_key_scale[:, :, None], mask=m_part)
-        tl.store(p_g, b_g, mask=(o_copy[:, None] + i_v == 0) & m_n[None, :])
+    tl.store(p_k, b_part * b_key_scale[:, :, None], mask=m_part)
+    tl.store(p_g, b_g, mask=(o_copy[:, None] + i_v == 0) & m_n[None, :])
     b_g_column = tl.sum(tl.where(m_same, b_g[:, :, None], 0.0), axis=1)
     b_gamma = tl.exp(tl.where(m_until, b_g[:, :, None] - b_g_column[:, None, :], float("-inf")))
 
@@ -229,18 +272,10 @@ def _verify_kernel(
     b_decay = tl.exp(b_g)[:, :, None]
     b_right = b_value.to(tl.float32) - b_key_scale[:, :, None] * (b_decay * b_read)
     b_right = tl.where(m_n[None, :, None], b_strength[:, :, None] * b_right, 0.0)
-    b_z = solve_small(b_system, b_right, N, SMALL, PRECISION)
-    b_output = small_product(b_gamma * b_attend, b_z, b_decay * b_output, PRECISION) * b_query_scale[:, :, None]
+    b_z = _solve(b_system, b_right, N, SMALL, PRECISION)
+    b_output = _product(b_gamma * b_attend, b_z, b_decay * b_output, PRECISION) * b_query_scale[:, :, None]
     tl.store(p_output, b_output.to(output.dtype.element_ty), mask=m_output)
-    b_z *= tl.sqrt(b_squares)[:, :, None]
-    if COMMITS:
-        # 5. Equation 7 for the one row, whose tile of the state is still here.
-        b_row = tl.reshape(tl.sum(tl.where(o_row == 0, b_z, 0.0), axis=1), (BV,))
-        b_first = b_first.to(tl.float32)
-        b_first *= tl.rsqrt(tl.sum(b_first * b_first, axis=0) + 1e-6)
-        tl.store(p_state, decay * b_state + b_first[:, None] * b_row[None, :], mask=m_state)
-    else:
-        tl.store(p_z, b_z, mask=m_value)
+    tl.store(p_z, b_z * tl.sqrt(b_squares)[:, :, None], mask=m_value)
 
 
 @triton.jit(do_not_specialize=["commit_length"])
@@ -297,16 +332,6 @@ def verify_gated_delta_rule(
     state_is_settled: bool = False,
 ) -> torch.Tensor:
     """As `gated_delta_rule.verify_gated_delta_rule`."""
-    return _verify(query, key, value, log_decay, beta, recurrent_state, factors, state_is_settled)
-
-
-def step_gated_delta_rule(query, key, value, log_decay, beta, recurrent_state, state_is_settled=False) -> torch.Tensor:
-    """As `gated_delta_rule.step_gated_delta_rule`."""
-    return _verify(query, key, value, log_decay, beta, recurrent_state, None, state_is_settled)
-
-
-def _verify(query, key, value, log_decay, beta, recurrent_state, factors, settled: bool) -> torch.Tensor:
-    """Verifies rows; one row without factors moves the state on."""
     batch, rows, num_k_heads, k_dim = key.shape
     num_v_heads, v_dim = value.shape[2:]
     output = value.new_empty(batch, rows, num_v_heads, v_dim)
@@ -314,17 +339,16 @@ def _verify(query, key, value, log_decay, beta, recurrent_state, factors, settle
     # Every program of a key head stores a part of its keys, one warp next to the other.
     sharers = triton.cdiv(v_dim, block_v) * (num_v_heads // num_k_heads) * (block_v // WARP_COLUMNS)
     part = triton.next_power_of_2(triton.cdiv(k_dim, sharers))
-    written = (recurrent_state,) * 3 if factors is None else (factors.z, factors.k, factors.g)
-    strides = (0,) * 11 if factors is None else tuple(stride for factor in written for stride in factor.stride())
     with launch_device(value):
         _verify_kernel[(triton.cdiv(v_dim, block_v), num_v_heads, batch)](
-            query, key, value, log_decay, beta, recurrent_state, *written, output,
+            query, key, value, log_decay, beta, recurrent_state, factors.z, factors.k, factors.g, output,
             *query.stride(), *key.stride(), *value.stride(), *log_decay.stride(), *beta.stride(),
-            *recurrent_state.stride(), *strides, k_dim**-0.5,
+            *recurrent_state.stride(), *factors.z.stride(), *factors.k.stride(), *factors.g.stride(),
+            k_dim**-0.5,
             HV=num_v_heads, GROUP=num_v_heads // num_k_heads, N=rows, K=k_dim, V=v_dim,
             SMALL=PADDED_ROWS, BK=_padded(k_dim), BV=block_v, COLUMNS=WARP_COLUMNS, PART=part,
-            PRECISION=_precision(value.dtype, rows), COMMITS=factors is None,
-            **_launch_options(VERIFY_TILE, value, settled),
+            PRECISION=_precision(value.dtype, rows),
+            **_launch_options(VERIFY_TILE, value, state_is_settled),
         )  # fmt: skip
     return output
 

@@ -9,7 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
-from .common_triton import launch_device, launch_options, let_next_start, prefetch_rows, wait_for_previous
+from .common_triton import (
+    hold_until_here,
+    launch_device,
+    launch_options,
+    let_next_start,
+    prefetch_rows,
+    wait_for_previous,
+)
 from .residual_rows import ResidualRows
 from .residual_rows_triton import inverse_rms, load_squares, squares_options, store_residual
 from .tiles import tile_of
@@ -107,6 +114,9 @@ def _residual_kernel(
         if KIND == GATED_NORM:
             b_scale = tl.load(scale + o_w, mask=m_k, other=0.0).to(tl.float32)
         b_rows = prepare_rows(b_rows, b_gate, b_scale, eps, KIND, WIDTH)
+        if KIND == GATED:
+            # Otherwise every warp would compute the gates of all rows, as its operand of the product.
+            b_rows = hold_until_here(b_rows, OVERLAPS)
         b_sum = multiply_add(b_rows, b_weight, b_sum, PRECISION)
     let_next_start(OVERLAPS and not EARLY)
     is_last = True

@@ -46,10 +46,10 @@ TILES = {
     "wide_norm_linear": Tile(block_n=64, block_k=128, overlaps=True, prefetch=1),
     "gated_delta_inputs": Tile(block_n=32, block_k=128, num_warps=2, num_stages=6, overlaps=True, prefetch=1),
     # One step is one head, whose norm it needs.
-    "gated_norm_linear": Tile(block_n=128, block_k=128, splits=8, overlaps=True, prefetch=1),
-    "gated_linear": Tile(block_n=128, block_k=128, splits=8, num_stages=6, overlaps=True, prefetch=1),
+    "gated_norm_linear": Tile(block_n=128, block_k=128, splits=8, num_warps=8, overlaps=True, prefetch=1),
+    "gated_linear": Tile(block_n=128, block_k=128, splits=8, num_warps=8, overlaps=True, prefetch=1),
     # One step a program, as wide as that takes.
-    "router": Tile(block_n=16, block_k=512, splits=4, overlaps=True),
+    "router": Tile(block_n=32, block_k=512, splits=4, overlaps=True),
     # One row, of one warp.
     "choose_experts": Tile(block_n=1, block_k=1, num_warps=1, overlaps=True),
     # Gate and up rows: a step reads 2 * block_n rows. The second half is of the same launch and has a cut alone.

@@ -5,7 +5,7 @@ the cache's lengths are stale; `release` brings them up to date, and the cache g
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,15 +29,12 @@ class GatedDeltaState:
         recurrent_state: `[1, HV, K, V]` fp32, committed.
         conv_rows: `[16, C]`, the block's rows before the convolution.
         factors: `[1, 16, ...]`, the block's compact factors.
-        keeps_row: whether a block is one row that is always kept: its state is committed while it is verified, and
-            leaves no factors.
     """
 
     conv_state: Tensor
     recurrent_state: Tensor
     conv_rows: Tensor
     factors: CompactFactors
-    keeps_row: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,17 +127,8 @@ class BlockState:
             commit_length: `[1]` int32, 0..rows of the block, read on the device only.
         """
         buffers = self._buffers
-        commit_gated_delta_rule(buffers.recurrent_states, buffers.factors[:, :, :MAX_ROWS], commit_length)
-        self.commit_others(commit_length)
-
-    def of_kept_rows(self) -> "KeptRows":
-        """The same state for blocks of one row that are always kept, as in plain decoding."""
-        return KeptRows(self)
-
-    def commit_others(self, commit_length: Tensor) -> None:
-        """As `commit`, of all but the recurrent states."""
-        buffers = self._buffers
         commit_causal_conv(buffers.conv_states, buffers.rows[:, :, :MAX_ROWS], commit_length)
+        commit_gated_delta_rule(buffers.recurrent_states, buffers.factors[:, :, :MAX_ROWS], commit_length)
         self.committed.add_(commit_length)
 
     def release(self) -> None:
@@ -151,25 +139,6 @@ class BlockState:
         for layer in self._cache.layers:
             if isinstance(layer, StaticLayer):
                 layer.cumulative_length.copy_(self.committed[0])
-
-
-class KeptRows:
-    """A BlockState whose blocks are one row each, always kept: recurrent states are read once and not twice.
-
-    Attributes:
-        layers, committed: as of the BlockState.
-    """
-
-    def __init__(self, state: BlockState):
-        self._state, self.committed = state, state.committed
-        self.layers = {
-            layer_idx: replace(layer, keeps_row=True) if isinstance(layer, GatedDeltaState) else layer
-            for layer_idx, layer in state.layers.items()
-        }
-
-    def commit(self, commit_length: Tensor) -> None:
-        """As `BlockState.commit`, after the row was verified; `commit_length` must be 1."""
-        self._state.commit_others(commit_length)
 
 
 def state_obstacle(cache: HybridCache) -> str | None:

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from ..kernels.block_attention import attention_inputs, block_attention
 from ..kernels.dense_mlp import dense_down, dense_gate_up
 from ..kernels.gated_delta_inputs import gated_delta_inputs
-from ..kernels.gated_delta_rule import MAX_ROWS, step_gated_delta_rule, verify_gated_delta_rule
+from ..kernels.gated_delta_rule import MAX_ROWS, verify_gated_delta_rule
 from ..kernels.linear import gated_linear, gated_norm_linear, norm_linear
 from ..kernels.moe_experts import RoutedRows, add_experts, num_counters, route_rows
 from ..kernels.residual_rows import ResidualRows, residual_rows
 from ..kernels.rotary import Rotation, rotary_rows
-from .block_state import AttentionState, BlockState, GatedDeltaState, KeptRows
+from .block_state import AttentionState, BlockState, GatedDeltaState
 from .fused_obstacle import fused_target_obstacle
 from .fused_weights import AttentionWeights, DenseWeights, GatedDeltaWeights, SparseWeights, fuse_weights
 from .split_forward import VerifiedRows
@@ -70,7 +70,7 @@ class FusedForward:
         self._counters = torch.zeros(size, dtype=torch.int32, device=embedding.device)
 
     @torch.no_grad()
-    def stage0(self, token_ids: Tensor, position_offset: Tensor, state: BlockState | KeptRows) -> FusedBoundary:
+    def stage0(self, token_ids: Tensor, position_offset: Tensor, state: BlockState) -> FusedBoundary:
         """Runs tokens to the router boundary, as rows that follow the committed ones of `state`.
 
         Args:
@@ -88,7 +88,7 @@ class FusedForward:
         return FusedBoundary(residual, routed, position_offset)
 
     @torch.no_grad()
-    def stage1(self, boundary: FusedBoundary, length: int, state: BlockState | KeptRows) -> VerifiedRows:
+    def stage1(self, boundary: FusedBoundary, length: int, state: BlockState) -> VerifiedRows:
         """Runs the first `length` rows from the boundary to the logits; no value of a later row changes them."""
         hidden = boundary.residual.between(0, length)
         routed = None if boundary.routed is None else boundary.routed.first(length)
@@ -111,7 +111,7 @@ class FusedForward:
     def _room(self, num_rows: int, norm_scale: Tensor) -> ResidualRows:
         return ResidualRows.empty(num_rows, norm_scale, self.weights.embedding.dtype)
 
-    def _rotation(self, position_offset: Tensor, hidden: Tensor, state: BlockState | KeptRows) -> Rotation:
+    def _rotation(self, position_offset: Tensor, hidden: Tensor, state: BlockState) -> Rotation:
         weights = self.weights
         frequencies, scaling = weights.frequencies, weights.rope_scaling
         return rotary_rows(state.committed, position_offset, frequencies, scaling, hidden.shape[0], hidden.dtype)
@@ -131,19 +131,17 @@ class FusedForward:
         key_dim = mixer.num_k_heads * mixer.k_dim
         query, key, value = produced.mixed.split([key_dim, key_dim, produced.mixed.shape[1] - 2 * key_dim], dim=1)
         by_key_head, by_value_head = (-1, mixer.k_dim), (-1, mixer.v_dim)
-        rows = (
+        attended = verify_gated_delta_rule(
             query.unflatten(1, by_key_head)[None],
             key.unflatten(1, by_key_head)[None],
             value.unflatten(1, by_value_head)[None],
             produced.log_decay[None],
             produced.beta[None],
             state.recurrent_state,
-        )
-        # The producer, launched just before, leaves the state alone.
-        if state.keeps_row:
-            attended = step_gated_delta_rule(*rows, state_is_settled=True)[0]
-        else:
-            attended = verify_gated_delta_rule(*rows, state.factors, state_is_settled=True)[0]
+            state.factors,
+            # The producer, launched just before, leaves it alone.
+            state_is_settled=True,
+        )[0]
         gate = produced.z.unflatten(1, by_value_head)
         return gated_norm_linear(
             attended, gate, mixer.norm_weight, mixer.output, hidden.values, room, self.weights.eps, self._counters

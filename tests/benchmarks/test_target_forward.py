@@ -64,7 +64,7 @@ def test_the_gate_passes_a_right_forward_and_stops_a_wrong_one(target, monkeypat
 
 
 def test_the_gate_takes_nan_for_wrong(target, monkeypatch):
-    monkeypatch.setattr(forward_gate, "LENGTHS", (1,))
+    monkeypatch.setattr(forward_gate, "BLOCKS", {1: 1})
     broken = random_target(target_config(is_tiny=True, num_layers=None), CPU, torch.float32)
     with torch.no_grad():
         text_model(broken).layers[2].mlp.experts.down_proj.fill_(float("nan"))

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_hybridspec.generation.device_round import DeviceRound
+from hf_hybridspec.generation.device_round import DeviceRound, RoundParts
 from hf_hybridspec.generation.draft_session import DraftSession
-from hf_hybridspec.generation.round_parts import RoundParts
 from hf_hybridspec.modeling.draft import Draft
 from hf_hybridspec.modeling.hybrid_cache import HybridCache
 from hf_hybridspec.modeling.sparse_moe import Routing
@@ -29,9 +28,6 @@ class SteppedBlock:
     def __init__(self, cache: HybridCache):
         self.cache = cache
         self.committed = torch.tensor([cache.committed_length], dtype=torch.int32)
-
-    def of_kept_rows(self):
-        return self
 
     def commit(self, commit_length: torch.Tensor) -> None:
         self.cache.commit(int(commit_length))

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import torch
 
-from hf_hybridspec.generation.device_round import DeviceRound
-from hf_hybridspec.generation.round_parts import RoundParts
+from hf_hybridspec.generation.device_round import DeviceRound, RoundParts
 from hf_hybridspec.kernels.round_steps import MAX_ROWS
 from hf_hybridspec.modeling.draft import Draft
 
@@ -41,9 +40,6 @@ class ToyBlock:
         self.log = torch.zeros(CAPACITY + MAX_ROWS, dtype=torch.int64, device=device)
         self.tokens = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
         self._rows = torch.arange(MAX_ROWS, device=device)
-
-    def of_kept_rows(self):
-        return self
 
     def commit(self, commit_length):
         places = self._rows + self.committed

@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from hf_hybridspec.kernels.dispatch import use_kernels
-from hf_hybridspec.kernels.gated_delta_rule import (
-    CompactFactors,
-    commit_gated_delta_rule,
-    step_gated_delta_rule,
-    verify_gated_delta_rule,
-)
+from hf_hybridspec.kernels.gated_delta_rule import CompactFactors, commit_gated_delta_rule, verify_gated_delta_rule
 
 from .gated_delta_rule_cases import random_block, recurrence, relative_error, with_nearly_equal_keys
 
@@ -49,19 +44,6 @@ def test_two_rounds_stay_within_the_limits(rows, order, dtype):
         commit_gated_delta_rule(state[None], factors[None], torch.tensor([length], dtype=torch.int32, device="cuda"))
         position += length
         assert relative_error(state, states[position]) < state_limit
-
-
-@pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_steps_stay_within_the_limits_and_equal_verification(dtype):
-    """Rows kept one by one: outputs bit by bit those of verification, states as after a commit."""
-    total = random_block(6, dtype=dtype, device="cuda", **SHAPE)
-    _, states = recurrence(total, torch.float32)
-    state = total.recurrent_state.clone()
-    for row in range(6):
-        block = total.rows(row, row + 1, state)
-        verified = verify_gated_delta_rule(*block.inputs, block.factors(1))
-        assert torch.equal(step_gated_delta_rule(*block.inputs), verified)
-        assert relative_error(state, states[row + 1]) < LIMITS[dtype][1]
 
 
 def test_graphs_replay_with_lengths_from_device_memory_and_no_synchronisation():

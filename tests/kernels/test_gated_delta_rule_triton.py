@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from hf_hybridspec.kernels.dispatch import use_kernels
-from hf_hybridspec.kernels.gated_delta_rule import (
-    CompactFactors,
-    commit_gated_delta_rule,
-    step_gated_delta_rule,
-    verify_gated_delta_rule,
-)
+from hf_hybridspec.kernels.gated_delta_rule import CompactFactors, commit_gated_delta_rule, verify_gated_delta_rule
 
 from .gated_delta_rule_cases import Block, random_block, recurrence, relative_error, with_nearly_equal_keys
 
@@ -46,24 +41,6 @@ def test_every_length_equals_the_recurrence_and_the_reference(rows, triton_devic
         commit_gated_delta_rule(state, factors[None], torch.tensor([length], device=triton_device, dtype=torch.int32))
         assert relative_error(state[0], states[length]) < TOLERANCE
         assert length > 0 or torch.equal(state[0], before)
-
-
-@pytest.mark.parametrize("kind", ["triton", "reference"])
-@pytest.mark.parametrize("heads", [(2, 2), (1, 4)])
-def test_a_step_is_a_row_verified_and_committed(heads, kind, triton_device):
-    total = random_block(4, *heads, k_dim=24, v_dim=40, device=triton_device)
-    expected, states = recurrence(total)
-    state = total.recurrent_state.clone()
-    with use_kernels(kind):
-        for row in range(4):
-            block = total.rows(row, row + 1, state)
-            verified = verify_gated_delta_rule(*block.inputs, block.factors(1))
-            output = step_gated_delta_rule(*block.inputs)
-            assert torch.equal(output, verified)
-            assert relative_error(output, expected[:, row : row + 1]) < TOLERANCE
-            assert relative_error(state, states[row + 1]) < TOLERANCE
-        with pytest.raises(ValueError, match="A step has one row, got 4"):
-            step_gated_delta_rule(*total.inputs)
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (2, 4), (1, 4)])

@@ -199,12 +199,21 @@ def test_many_programs_wait_for_one_another(num_rows, triton_device):
     """More programs than run at once, launch after launch: nothing hangs, and every launch gives the same bits."""
     rows, scale, router, weights = _block(num_rows, 256, 8, 2048, 512, 512, device=triton_device)
     weights = ExpertWeights(**{name: tensor.bfloat16() for name, tensor in vars(weights).items()})
-    block = (rows.bfloat16(), scale, router.bfloat16(), weights)
     counters = torch.zeros(num_counters(2048, 8 * num_rows), dtype=torch.int32, device=triton_device)
-    expected, first = (_run(kind, block, 8, counters)[1].values for kind in ("reference", "triton"))
-    assert (first - expected).float().norm() / expected.float().norm() < 5e-3
+    residual = residual_rows(rows.bfloat16(), scale)
+    # One routing for both: a near-tie would give a row another expert.
+    routed = route_rows(residual, router.bfloat16(), 8, EPS)
+
+    def run(kind):
+        with use_kernels(kind):
+            room = ResidualRows.empty(num_rows, scale, torch.bfloat16)
+            return add_experts(residual, routed, weights, room, EPS, counters).values
+
+    expected, first = run("reference").float(), run("triton")
+    # Of rows that are a hundred times as long as their residual: roundings of the activations.
+    assert (first.float() - expected).norm() / expected.norm() < 1e-2
     for _ in range(50):
-        assert torch.equal(_run("triton", block, 8, counters)[1].values, first)
+        assert torch.equal(run("triton"), first)
     assert not counters.any()
 
 

@@ -109,18 +109,6 @@ def test_a_commit_that_does_nothing_is_noticed(sequence):
         assert_equal_rows(sequence.run(rows, 4), sequence.expected(rows, 4))
 
 
-def test_rows_that_are_always_kept(sequence):
-    """Their recurrent states are committed while they are verified; what the cache then holds is the same."""
-    kept, offset = sequence.state.of_kept_rows(), torch.zeros(1, dtype=torch.int64)
-    for row in ROWS[0, :5].split(1):
-        boundary = sequence.fused.stage0(row, offset, kept)
-        assert_equal_rows(sequence.fused.stage1(boundary, 1, kept), sequence.expected(row, 1))
-        kept.commit(torch.ones(1, dtype=torch.int32))
-        sequence.twin.commit(1)
-    sequence.state.release()
-    assert_same_content(sequence.cache, sequence.twin, tolerance=TOLERANCE)
-
-
 @pytest.mark.parametrize("offset", [-4, 3])
 def test_positions_are_moved_by_the_offset(sequence, offset):
     """Text rows after an image: time, height and width move alike."""
