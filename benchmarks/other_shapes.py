@@ -9,6 +9,7 @@ step of plain decoding and forwards of w rows are timed (random weights, so unif
 """
 
 import argparse
+import gc
 import json
 from functools import partial
 from pathlib import Path
@@ -132,7 +133,8 @@ def main(arguments: list[str] | None = None) -> None:
     }
     for shape in options.shapes:
         report[shape] = measure(shape, options)
-        # The next shape needs the room of this one.
+        # The next shape needs the room of this one, whose parts refer to each other.
+        gc.collect()
         torch.cuda.empty_cache()
         print(shape, json.dumps(report[shape]), flush=True)
         options.output.parent.mkdir(parents=True, exist_ok=True)

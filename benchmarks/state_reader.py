@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.environment import describe_environment
+from hf_hybridspec.bench.results_file import update_results
 from hf_hybridspec.kernels.dispatch import use_kernels
 from hf_hybridspec.kernels.state_reader import gather_states, project_states, read_projected_states
 
@@ -177,12 +178,8 @@ def main(arguments: list[str] | None = None) -> None:
         "reader_us": round(graph["reader"], 3),
         "reader_speedup": round(graph["reader_eager"] / graph["reader"], 3),
         "state_reader": {"microseconds": times, "paper": PAPER, "environment": environment} | bandwidth,
-        "gpu": environment["gpu"],
-        "commit": environment["commit"],
     }
-    content = json.loads(options.results.read_text()) if options.results.is_file() else {}
-    options.results.parent.mkdir(parents=True, exist_ok=True)
-    options.results.write_text(json.dumps(content | values, indent=2) + "\n", encoding="utf-8")
+    update_results(options.results, values, environment["gpu"], str(environment["commit"]))
     print(json.dumps(values, indent=1))
 
 

@@ -1,11 +1,9 @@
-"""Results files: JSON whose keys are written by several commands, each with what it was measured on."""
+"""What a measurement was made on."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,14 +19,6 @@ def current_commit(commit: str | None = None) -> str:
     return found or "unknown"
 
 
-def update_results(path: Path, values: dict[str, Any], commit: str) -> None:
-    """Sets keys of a results file, with the GPU and the commit they were measured on; other keys stay.
-
-    commit: the one that was measured, see `current_commit`; what writes a summary later takes it from the results.
-    """
-    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    content |= values
-    content["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else content.get("gpu", "none")
-    content["commit"] = commit
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+def gpu_name() -> str | None:
+    """The GPU that measures, or None."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None

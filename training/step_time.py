@@ -17,12 +17,13 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
+from hf_hybridspec.bench.results_file import update_results
 from hf_hybridspec.bundled import resolve
 from hf_hybridspec.modeling.dspark import DSparkConfig, DSparkDrafter
 from hf_hybridspec.modeling.ready import ReadyDrafter
 from hf_hybridspec.modeling.target import input_embedding, text_model
 from training.objective import DraftingObjective, LossWeights, TrainingBatch
-from training.results import current_commit, update_results
+from training.results import current_commit, gpu_name
 from training.target_features import FrozenTarget
 
 TARGET_27B = {
@@ -145,7 +146,7 @@ def main(arguments: list[str] | None = None) -> None:
     details = {"seconds": seconds, "length": options.length, "anchors": options.anchors, "tiny": options.tiny}
     details["chunked_rule"] = "flash-linear-attention" if find_spec("fla") else "torch"
     values = {"reader_step_over_target_forward": ratio, "reader_step": details}
-    update_results(options.results, values, current_commit(options.commit))
+    update_results(options.results, values, gpu_name(), current_commit(options.commit))
     print(json.dumps(values, indent=1))
 
 

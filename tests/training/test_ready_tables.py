@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from training.results import current_commit, update_results
+from hf_hybridspec.bench.results_file import update_results
+from training.results import current_commit
 from training.tiny.ablations import Row, all_rows, part_of
 from training.tiny.export_conversations import conversation, tokenised_rows
 from training.tiny.ready_tables import read_results, write_summary
@@ -95,10 +96,13 @@ def test_the_measured_commit_is_the_given_one_or_this_checkouts():
 
 
 def test_results_keep_what_other_commands_wrote(tmp_path):
-    update_results(tmp_path / "new" / "file.json", {"a": 1}, commit="abc")
-    update_results(tmp_path / "new" / "file.json", {"b": 2}, commit="def")
+    update_results(tmp_path / "new" / "file.json", {"a": 1}, "H", commit="abc")
+    update_results(tmp_path / "new" / "file.json", {"b": 2}, "H", commit="def")
     content = json.loads((tmp_path / "new" / "file.json").read_text())
-    assert (content["a"], content["b"], content["commit"]) == (1, 2, "def")
+    assert (content["a"], content["b"], content["commit"]) == (1, 2, "abc, def")
+    update_results(tmp_path / "new" / "file.json", {"a": 3}, "H", commit="def")
+    content = json.loads((tmp_path / "new" / "file.json").read_text())
+    assert (content["a"], content["commit"], content["commits"]) == (3, "def", {"a": "def", "b": "def"})
 
 
 def test_rendered_rows_become_conversations():
