@@ -230,7 +230,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="JSON file; tables go to the .md beside it")
     parser.add_argument("--summary", type=Path, help="another JSON file, with the ratios alone")
     parser.add_argument("--seconds", type=float, default=400, help="no phase or turn begins after so many seconds")
-    parser.add_argument("--count", type=int, default=128, help="rounds of a run")
+    parser.add_argument("--count", type=int, default=320, help="rounds of a run; a hundred leave ratios 5 % uncertain")
     parser.add_argument("--context", type=int, default=1024, help="rows in the cache at the start of a run")
     parser.add_argument("--repeats", type=int, default=3, help="turns behind a median")
     parser.add_argument("--seed", type=int, default=0, help="of the split into calibration and test prompts")

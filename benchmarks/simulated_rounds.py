@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.trace_policies import calibrate
+from benchmarks.trace_policies import Costs, calibrate
 from hf_hybridspec.bench.scripted_routing import RoutingScript, with_scripted_routing
 from hf_hybridspec.bench.trace import execute
 from hf_hybridspec.calibration.profile import CalibrationProfile, PairIdentity
@@ -85,7 +85,8 @@ def means(profile: CalibrationProfile, rounds: RoundArrays) -> tuple[float, floa
 def profile_of(rounds: RoundArrays, price: float) -> CalibrationProfile:
     """A profile with simulated costs; `price` multiplies what a unit of time is worth."""
     prompts = to_prompts(rounds)
-    profile = calibrate(prompts, rounds, SIMULATED, RoutingScript())
+    script = RoutingScript()
+    profile = calibrate(prompts, rounds, SIMULATED, script, Costs.of_bytes(rounds.num_drafts, script))
     return replace(profile, rho=profile.rho * price)
 
 

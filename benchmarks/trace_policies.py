@@ -2,15 +2,17 @@
 
     hf-hybridspec calibrate --split all --output runs/tiny.json             # records runs/tiny.json.rounds.jsonl
     python -m benchmarks.trace_policies --rounds runs/tiny.json.rounds.jsonl --output benchmarks/results
+    python -m benchmarks.trace_policies --rounds ... --output ... --costs benchmarks/results/policies_h200.json
 
 Recorded on a small pair: the drafter's confidence and entropy, and what it had accepted at full length. Scripted:
 expert counts of a 40-layer target with 8 of 256 experts. Simulated: what a round takes, from bytes at memory
-bandwidth. Half of the prompts of each kind calibrate, the other half is measured.
+bandwidth, or from what rounds of every length took where `policies_h200` measured them (`--costs`). Half of the
+prompts of each kind calibrate, the other half is measured.
 """
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from random import Random
 
@@ -21,7 +23,7 @@ from hf_hybridspec.bench.scripted_routing import RoutingScript, with_scripted_ro
 from hf_hybridspec.bench.trace import CostSource, ModelledCosts, TraceResult, run_trace, static_lengths
 from hf_hybridspec.calibration.acceptance_model import assess, predict_prefix
 from hf_hybridspec.calibration.calibrate import MeasuredCosts, PromptSet, assemble
-from hf_hybridspec.calibration.profile import CalibrationProfile, write_atomically
+from hf_hybridspec.calibration.profile import CalibrationProfile, CostModel, write_atomically
 from hf_hybridspec.calibration.rounds import PromptRounds, RoundArrays, read_rounds
 from hf_hybridspec.generation.length_policies import Static, parse_policy
 
@@ -39,13 +41,49 @@ def split(prompts: list[PromptRounds], seed: int) -> tuple[list[PromptRounds], l
     return halves
 
 
-def calibrate(prompts: list[PromptRounds], rounds: RoundArrays, pair, script: RoutingScript) -> CalibrationProfile:
-    """The profile of the calibration rounds under the simulated costs."""
-    costs = MeasuredCosts(
-        floor_costs(rounds.num_drafts, script, TargetBytes()), 1.0, ("The cost curve is simulated.",)
-    )
+@dataclass(frozen=True)
+class Costs:
+    """What rounds take: the model, where it comes from, and the name of the files for results under it."""
+
+    model: CostModel
+    description: str
+    note: str
+    file_name: str
+
+    @classmethod
+    def of_bytes(cls, num_drafts: int, script: RoutingScript) -> "Costs":
+        """From bytes at memory bandwidth."""
+        model = floor_costs(num_drafts, script, TargetBytes())
+        description = "memory bandwidth floor of Qwen3.6-35B-A3B on an H200"
+        return cls(model, description, "The cost curve is simulated.", "policies_trace_simulated")
+
+    @classmethod
+    def measured(cls, path: Path, num_drafts: int) -> "Costs":
+        """As a report of `policies_h200` has them.
+
+        Raises:
+            ValueError: the file holds no costs, or those of another number of drafts.
+        """
+        report = json.loads(path.read_text(encoding="utf-8"))
+        found = report.get("costs", {})
+        if len(found.get("measured", ())) != num_drafts:
+            raise ValueError(
+                f"{path} must hold costs of {num_drafts} lengths, as many as the recorded rounds have drafts, got "
+                f"{len(found.get('measured', ()))}. Write it by `python -m benchmarks.policies_h200` on these rounds."
+            )
+        given = {field.name: found[field.name] for field in fields(CostModel)}
+        environment = report["environment"]
+        description = f"rounds of every length as measured on {environment['gpu']}, commit {environment['commit']}"
+        note = "The cost curve was measured in another run."
+        return cls(CostModel(**given), description, note, "policies_trace_measured_costs")
+
+
+def calibrate(
+    prompts: list[PromptRounds], rounds: RoundArrays, pair, script: RoutingScript, costs: Costs
+) -> CalibrationProfile:
+    """The profile of the calibration rounds under given costs."""
     source = PromptSet("calibration half of a trace", tuple(prompt.prompt for prompt in prompts))
-    return assemble(rounds, costs, pair, source, script.top_k)
+    return assemble(rounds, MeasuredCosts(costs.model, 1.0, (costs.note,)), pair, source, script.top_k)
 
 
 def measure(profile: CalibrationProfile, rounds: RoundArrays, costs: CostSource) -> dict[str, TraceResult]:
@@ -112,6 +150,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=Path, required=True, help="file of captured rounds")
     parser.add_argument("--output", type=Path, required=True, help="folder for the results")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--costs", type=Path, help="report of policies_h200, whose measured costs are taken")
     options = parser.parse_args()
 
     settings, prompts = read_rounds(options.rounds)
@@ -119,8 +158,10 @@ def main() -> None:
     calibration, test = split([prompt for prompt in prompts if prompt.rounds], options.seed)
     known = with_scripted_routing(RoundArrays.of(calibration), script, options.seed)
     unseen = with_scripted_routing(RoundArrays.of(test), script, options.seed + 1)
-    profile = calibrate(calibration, known, settings.pair, script)
-    costs = ModelledCosts(profile.costs, profile.routing, "memory bandwidth floor of Qwen3.6-35B-A3B on an H200")
+    drafts = known.num_drafts
+    source = Costs.measured(options.costs, drafts) if options.costs else Costs.of_bytes(drafts, script)
+    profile = calibrate(calibration, known, settings.pair, script, source)
+    costs = ModelledCosts(profile.costs, profile.routing, source.description)
     results = {kind: measure(profile, unseen[unseen.kind == kind], costs) for kind in sorted(set(unseen.kind))}
     summary = summarise(results)
     quality = assess(predict_prefix(profile.acceptance, unseen), unseen, held_out=True)
@@ -134,9 +175,9 @@ def main() -> None:
         **describe_environment(),
         "results": {kind: {name: asdict(cell) for name, cell in cells.items()} for kind, cells in results.items()},
     }
-    write_atomically(options.output / "policies_trace_simulated.json", json.dumps(content, indent=1) + "\n")
+    write_atomically(options.output / f"{source.file_name}.json", json.dumps(content, indent=1) + "\n")
     page = markdown(results, summary, costs.description)
-    write_atomically(options.output / "policies_trace_simulated.md", page)
+    write_atomically(options.output / f"{source.file_name}.md", page)
     print(page)
 
 
