@@ -45,9 +45,7 @@ def test_measured_costs_take_the_place_of_simulated_ones(recorded, tmp_path, mon
 
 
 def test_costs_of_other_rounds_are_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match="must hold costs of 15 lengths, .* got 4"
-    ):
+    with pytest.raises(ValueError, match=r"must hold costs of 15 lengths, .* got 4"):
         Costs.measured(costs_file(tmp_path, 4), DRAFTS)
     (tmp_path / "none.json").write_text("{}")
     with pytest.raises(ValueError, match="got 0"):
