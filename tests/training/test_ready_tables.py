@@ -25,7 +25,8 @@ def test_every_ablation_of_the_issue_is_a_row():
     assert {(row.label, row.seed) for row in rows[:9]} == {
         (label, seed) for label in ("dspark", "dspark_ft", "ready") for seed in range(3)
     }
-    assert {row.table for row in rows[9:]} == {"rank", "state layers", "injection layers", "injection"}
+    tables = {"rank", "state layers", "injection layers", "injection", "reader width", "budget"}
+    assert {row.table for row in rows[9:]} == tables
     assert [row.label for row in rows if row.table == "rank"] == ["4", "16", "64"]
 
 
@@ -79,6 +80,9 @@ def test_a_page_keeps_what_stands_around_its_table(tmp_path):
         text = page.read_text()
         assert text.startswith("# Before\n\n<!-- results:ready -->\n| table | row |")
         assert text.endswith("\n<!-- end of results:ready -->\n\nafter\n") and "old" not in text
+    with pytest.raises(ValueError, match="must have the lines <!-- results:early -->"):
+        write_summary(tmp_path, page, None, "early")
+    assert page.read_text() == text
 
 
 def test_results_of_several_commits_are_refused(tmp_path):

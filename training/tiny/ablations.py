@@ -48,13 +48,17 @@ SEEDS = (0, 1, 2)
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a table for one seed. stages: those of train_ready.py to run, in order. reader: its settings."""
+    """One row of a table for one seed.
+
+    stages: those of train_ready.py to run, in order. reader: its settings. budget: of the steps and samples of a row.
+    """
 
     table: str
     label: str
     stages: tuple[str, ...]
     seed: int = 0
     reader: dict = field(default_factory=dict)
+    budget: int = 1
 
     @property
     def name(self) -> str:
@@ -79,6 +83,11 @@ def all_rows() -> Iterator[Row]:
     for layers in ([0, 2], [0, 1, 2]):
         yield Row("injection layers", str(layers), TWO_STAGES, 0, BASE | {"reader_injection_layers": layers})
     yield Row("injection", "pre_attention", TWO_STAGES, 0, BASE | {"reader_injection": "pre_attention"})
+    for width in (8, 128):
+        yield Row("reader width", str(width), TWO_STAGES, 0, BASE | {"reader_width": width})
+    for budget in (2, 4):
+        yield Row("budget", f"dspark_ft x{budget}", ("ft",), 0, {}, budget)
+        yield Row("budget", f"ready x{budget}", TWO_STAGES, 0, BASE, budget)
 
 
 def part_of(rows: Sequence[Row], part: str) -> list[Row]:
@@ -96,17 +105,17 @@ def part_of(rows: Sequence[Row], part: str) -> list[Row]:
 def train_row(row: Row, options: argparse.Namespace, folder: Path) -> Path | None:
     """Runs the row's stages; returns the last adapter.
 
-    Each budget is options.steps, halved over two stages. Every row sees the same samples twice, in two stages or in
-    two epochs of one. A stage's seed is its own, so that its anchors are new.
+    Each budget is options.steps, or a multiple, halved over two stages. Rows of one budget see the same samples twice,
+    in two stages or in two epochs of one. A stage's seed is its own, so that its anchors are new.
     """
-    adapter = None
+    adapter, steps = None, row.budget * options.steps
     for number, stage in enumerate(row.stages):
         output = folder / stage
         words = ["--config", str(options.config), "--stage", stage, "--output_dir", str(output)]
         words += ["--dataset", str(options.dataset), "--drafter", options.drafter]
-        words += ["--seed", str(row.seed + 100 * number), "--max_steps", str(options.steps // len(row.stages))]
+        words += ["--seed", str(row.seed + 100 * number), "--max_steps", str(steps // len(row.stages))]
         words += ["--per_device_train_batch_size", str(options.batch), "--save_strategy", "no"]
-        words += ["--max_samples", str(options.steps // 2 * options.batch)]
+        words += ["--max_samples", str(steps // 2 * options.batch)]
         words += ["--learning_rate", str(options.reader_learning_rate if stage == "reader" else options.learning_rate)]
         words += ["--use_cpu", str(options.device == "cpu"), *options.train_arguments]
         reader = row.reader if stage == row.stages[0] else {}
@@ -181,7 +190,11 @@ def run(options: argparse.Namespace, rows: Sequence[Row]) -> None:
             trained = time.monotonic() - began
             source = options.drafter if adapter is None else adapter
             drafter = AutoDrafter.from_pretrained(source, dtype=torch.float32)
-            result = {"row": asdict(row), "kinds": measure(drafter, target, texts), "steps": options.steps}
+            result = {
+                "row": asdict(row),
+                "kinds": measure(drafter, target, texts),
+                "steps": row.budget * options.steps,
+            }
             result["commit"] = current_commit(options.commit)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result))
@@ -207,6 +220,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", nargs="*", default=["*"], help="patterns of rows, as headline-*-seed0; default all")
     parser.add_argument("--summarise", action="store_true", help="only write the table and the results")
     parser.add_argument("--table", type=Path, help="Markdown to write")
+    parser.add_argument("--section", default="ready", help="of the Markdown, after <!-- results:NAME -->")
     parser.add_argument("--results", type=Path, help="JSON to write the headline into")
     parser.add_argument("--commit", help="the commit measured, where the files have no git history")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -216,7 +230,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
         rows = [row for row in all_rows() if any(fnmatchcase(row.name, pattern) for pattern in options.rows)]
         run(options, part_of(rows, options.part))
     else:
-        write_summary(options.output, options.table, options.results)
+        write_summary(options.output, options.table, options.results, options.section)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import numpy as np
 from hf_hybridspec.bench.results_file import update_results
 
 DRAWS = 2000
-MARKERS = ("<!-- results:ready -->", "<!-- end of results:ready -->")
+MARKERS = ("<!-- results:{} -->", "<!-- end of results:{} -->")
 
 
 def read_results(folder: Path) -> dict[tuple[str, str], list[dict]]:
@@ -81,11 +81,12 @@ def markdown(results: dict[tuple[str, str], list[dict]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_summary(folder: Path, table: Path | None, results_path: Path | None) -> None:
-    """Prints the tables; writes them (into a page that has MARKERS, between these), and the headline into a results
-    file whose other keys are kept.
+def write_summary(folder: Path, table: Path | None, results_path: Path | None, section: str = "ready") -> None:
+    """Prints the tables; writes them (into a page that is there between the MARKERS of a section), and the headline
+    into a results file whose other keys are kept.
 
-    Raises ValueError where there is no result yet, or where results of several commits are mixed.
+    Raises ValueError where there is no result yet, where results of several commits are mixed, or where a page has no
+    such section.
     """
     results = read_results(folder)
     if not results:
@@ -104,18 +105,20 @@ def write_summary(folder: Path, table: Path | None, results_path: Path | None) -
     print(text)
     if table is not None:
         table.parent.mkdir(parents=True, exist_ok=True)
-        page = table.read_text(encoding="utf-8") if table.is_file() else ""
-        table.write_text(placed(text, page), encoding="utf-8")
+        page = placed(text, table.read_text(encoding="utf-8") if table.is_file() else "", section)
+        table.write_text(page, encoding="utf-8")
     if results_path is not None:
         # On the machine that ran the rows, which need not be this one.
         update_results(results_path, {"acceptance_length": summary}, None, commits[0])
 
 
-def placed(text: str, page: str) -> str:
-    """The page with the text between its markers; the text alone where the page has none."""
-    start, end = MARKERS
-    if start not in page or end not in page:
+def placed(text: str, page: str, section: str) -> str:
+    """The page with the text between the markers of a section; the text alone where there is no page."""
+    if not page:
         return text
+    start, end = (marker.format(section) for marker in MARKERS)
+    if start not in page or end not in page:
+        raise ValueError(f"The page must have the lines {start} and {end}, between which the tables go.")
     return f"{page[: page.index(start)]}{start}\n{text.rstrip()}\n{page[page.index(end) :]}"
 
 
