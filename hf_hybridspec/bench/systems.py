@@ -36,7 +36,8 @@ class System:
         return policy
 
 
-SYSTEMS: dict[str, System] = {
+# The rows of the paper's tables.
+NAMED: dict[str, System] = {
     AUTOREGRESSIVE: System("AR target", None, "compact"),
     "vanilla": System("Vanilla DFlash", "full", "stored"),
     "dcut": System("D-Cut", "dcut", "stored"),
@@ -50,10 +51,14 @@ SYSTEMS: dict[str, System] = {
     "nominal": System("Nominal only", "nominal", "compact"),
     "hybridspec": System("HybridSpec", "hybridspec", "compact"),
 }
+# And every fixed length, of which one is the best for a kind of text, with hindsight.
+FIXED = {f"static:{rows}": System(f"Static, {rows} rows", f"static:{rows}", "compact") for rows in range(2, 17)}
+SYSTEMS = NAMED | FIXED
+NAMES = f"{', '.join(NAMED)}, static:2 to static:16"
 
 
 def choose_systems(names: list[str] | None, profile: CalibrationProfile | None, drafter: Drafter) -> dict[str, System]:
-    """The named systems, or all that this profile and drafter allow; `ar` is always among them.
+    """The named systems, or all of `NAMED` that this profile and drafter allow; `ar` is always among them.
 
     Raises:
         ValueError: a name is unknown, or cannot run.
@@ -62,11 +67,11 @@ def choose_systems(names: list[str] | None, profile: CalibrationProfile | None, 
         has_head = getattr(drafter, "confidence_head", None) is not None
         names = [
             name
-            for name, system in SYSTEMS.items()
+            for name, system in NAMED.items()
             if (profile is not None or system.policy in (None, "full")) and (has_head or name != "confidence")
         ]
     for name in names:
         if name not in SYSTEMS:
-            raise ValueError(f"Unknown system {name!r}. Use some of {', '.join(SYSTEMS)}.")
+            raise ValueError(f"Unknown system {name!r}. Use some of {NAMES}.")
         SYSTEMS[name].length_policy(profile)
     return {name: SYSTEMS[name] for name in dict.fromkeys([AUTOREGRESSIVE, *names])}

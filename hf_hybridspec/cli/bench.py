@@ -13,7 +13,7 @@ from ..bench.records import RecordFile
 from ..bench.report import markdown, write_report
 from ..bench.sessions import BenchPlan, run_sessions
 from ..bench.summary import summarise
-from ..bench.systems import SYSTEMS, choose_systems
+from ..bench.systems import NAMES, choose_systems
 from ..calibration.profile import CalibrationProfile
 from ..calibration.prompts import load_prompts, prompts_hash, render, split_prompts, take_per_kind
 from ..calibration.timed_decode import DecodeSettings
@@ -24,7 +24,7 @@ from .pair_arguments import add_pair_arguments, add_prompt_arguments, load_pair
 HELP = "compare decoding systems on a pair: tables and plots"
 DESCRIPTION = f"""\
 Decodes prompts with every system in turn and writes results.json, results.md and PNG plots into a folder. An
-interrupted run continues where it stopped. Systems: {", ".join(SYSTEMS)}.
+interrupted run continues where it stopped. Systems: {NAMES}.
 """
 
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prompt_arguments(parser, split="test", limit=2)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="of `hf-hybridspec calibrate`")
     parser.add_argument(
-        "--systems", nargs="+", metavar="NAME", help="default: all that the profile and the drafter allow"
+        "--systems", nargs="+", metavar="NAME", help="default: all but static:W that the profile and the drafter allow"
     )
     parser.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="for the results")
     parser.add_argument("--sessions", type=int, default=1, metavar="N", help="repetitions (default: 1)")

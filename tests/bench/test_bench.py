@@ -6,7 +6,7 @@ import pytest
 
 from hf_hybridspec.bench.records import DecodeRecord, RecordFile
 from hf_hybridspec.bench.summary import ALL_KINDS, summarise
-from hf_hybridspec.bench.systems import SYSTEMS, choose_systems
+from hf_hybridspec.bench.systems import NAMED, choose_systems
 from hf_hybridspec.calibration.profile import CalibrationProfile
 from hf_hybridspec.cli.command import main
 from tests.profiles import make_profile
@@ -57,13 +57,17 @@ def test_systems_are_those_of_the_papers_table():
         confidence_head = None
 
     everything = choose_systems(None, make_profile(), Drafter())
-    assert set(everything) == set(SYSTEMS) - {"confidence"}
+    assert set(everything) == set(NAMED) - {"confidence"}
     assert everything["static"].length_policy(make_profile()).name == "static:5"
     assert everything["vanilla"].verification == "stored" and everything["evict+replayssm"].policy == "evict"
     assert everything["hybridspec"].length_policy(make_profile()).is_guarded is False
     assert list(choose_systems(None, None, Drafter())) == ["ar", "vanilla", "replayssm", "full"]
     assert list(choose_systems(["hybridspec"], make_profile(), Drafter())) == ["ar", "hybridspec"]
-    with pytest.raises(ValueError, match="Unknown system 'fastest'"):
+    fixed = choose_systems(["static:4", "static:16"], None, Drafter())
+    assert [system.length_policy(None) and system.length_policy(None).name for system in fixed.values()] == [
+        None, "static:4", "static:16",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"Unknown system 'fastest'. Use some of ar, .*, static:2 to static:16\."):
         choose_systems(["fastest"], None, Drafter())
     with pytest.raises(ValueError, match="needs a calibration profile"):
         choose_systems(["evict"], None, Drafter())
@@ -93,7 +97,7 @@ def test_calibrate_and_bench_give_profile_tables_and_plots(saved_pair, prompts_f
     printed = capsys.readouterr()
     assert "| HybridSpec |" in printed.out and "calibrated on" not in printed.err
     results = json.loads((folder / "results.json").read_text())["results"]
-    assert set(results) == set(SYSTEMS) - {"confidence"}
+    assert set(results) == set(NAMED) - {"confidence"}
     # Greedy decoding gives the target's own text under every rule and every verification.
     assert all(cells[ALL_KINDS]["identical"] == 1.0 for cells in results.values())
     assert set(results["ar"]) == {"up", "down", ALL_KINDS} and results["ar"][ALL_KINDS]["speed_ratio"] == 1.0
