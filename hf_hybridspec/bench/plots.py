@@ -75,7 +75,7 @@ def draw_lengths(summary: dict[str, dict[str, Cell]]) -> plt.Figure:
     adaptive = [
         name
         for name in SYSTEMS
-        if name in summary and len(summary[name][ALL_KINDS].lengths) > 1 and SYSTEMS[name].policy not in ("full", None)
+        if name in summary and len(summary[name][ALL_KINDS].lengths) > 1 and SYSTEMS[name].is_adaptive
     ]
     longest = max(max(summary[name][ALL_KINDS].lengths) for name in summary)
     rows = max(1, len(adaptive))

@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 
 from ..calibration.profile import CalibrationProfile
-from ..generation.length_policies import LengthPolicy, parse_policy
+from ..generation.length_policies import MIN_LENGTH, LengthPolicy, parse_policy
+from ..kernels.gated_delta_rule import MAX_ROWS
 from ..modeling.drafter import Drafter
 
 AUTOREGRESSIVE = "ar"
+LENGTHS = range(MIN_LENGTH, MAX_ROWS + 1)
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,11 @@ class System:
     title: str
     policy: str | None
     verification: str
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the length is chosen in every round."""
+        return self.policy not in (None, "full") and not self.policy.startswith("static")
 
     def length_policy(self, profile: CalibrationProfile | None) -> LengthPolicy | None:
         """A fresh policy; raises ValueError if it needs a profile and there is none. Never guarded."""
@@ -52,9 +59,9 @@ NAMED: dict[str, System] = {
     "hybridspec": System("HybridSpec", "hybridspec", "compact"),
 }
 # And every fixed length, of which one is the best for a kind of text, with hindsight.
-FIXED = {f"static:{rows}": System(f"Static, {rows} rows", f"static:{rows}", "compact") for rows in range(2, 17)}
+FIXED = {f"static:{rows}": System(f"Static, {rows} rows", f"static:{rows}", "compact") for rows in LENGTHS}
 SYSTEMS = NAMED | FIXED
-NAMES = f"{', '.join(NAMED)}, static:2 to static:16"
+NAMES = f"{', '.join(NAMED)}, static:{LENGTHS[0]} to static:{LENGTHS[-1]}"
 
 
 def choose_systems(names: list[str] | None, profile: CalibrationProfile | None, drafter: Drafter) -> dict[str, System]:

@@ -71,8 +71,8 @@ def verify_gated_delta_rule(
         factors: one layer's compact factors with at least n rows.
         state_is_settled: whether the kernel launched just before this one, on the same stream, leaves
             `recurrent_state` alone. The state may then be read while that kernel still runs, if it lets this one
-            start early (as the kernels of this package do, none of which does so before all kernels before it have
-            ended). False is always right.
+            start early. The kernels of this package do so when all kernels before them have ended, except the one that
+            combines the parts of an attention, which must not come just before this. False is always right.
 
     Returns:
         `[B, n, HV, V]` in the dtype of `value`.

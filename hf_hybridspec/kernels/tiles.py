@@ -27,7 +27,7 @@ class Tile:
         prefetch: steps whose weights a kernel that overlaps asks for before it waits.
         next_starts_early: whether the kernel after one that overlaps may start when this one begins to read its
             weights, instead of when it has read them. Heeded by the kernels of a sparse target's forward that read
-            weights; those of the attention always do so.
+            weights; the router and those of the attention always do so.
     """
 
     block_n: int

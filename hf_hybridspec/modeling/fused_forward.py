@@ -65,7 +65,7 @@ class FusedForward:
         self._routed = None
         if isinstance(first, SparseWeights):
             self._routed = RoutedRows.empty(MAX_ROWS, first.top_k, first.router.shape[0] - 1, embedding.device)
-        choices = MAX_ROWS * max((getattr(layer.feed_forward, "top_k", 0) for layer in self.weights.layers), default=0)
+        choices = MAX_ROWS * max(getattr(layer.feed_forward, "top_k", 0) for layer in self.weights.layers)
         size = num_counters(embedding.shape[1], choices)
         self._counters = torch.zeros(size, dtype=torch.int32, device=embedding.device)
 

@@ -56,6 +56,20 @@ def run(recorded, folder, *options: str) -> dict:
     return json.loads(output.read_text())
 
 
+def test_no_turn_begins_that_would_end_too_late(recorded, tmp_path, monkeypatch):
+    """A clock that turns move by 40 s each: a second one ends in time, a third would not."""
+    clock, turn = [0.0], policies_h200.Bench.turn
+
+    def slow_turn(self, names, kinds, number):
+        clock[0] += 40 if kinds == self.kinds else 0
+        return turn(self, names, kinds, number)
+
+    monkeypatch.setattr(policies_h200.Bench, "elapsed", property(lambda self: clock[0]))
+    monkeypatch.setattr(policies_h200.Bench, "turn", slow_turn)
+    report = run(recorded, tmp_path, "--repeats", "5", "--seconds", "100")
+    assert report["turns"] == 2 and "summary" in report
+
+
 def test_a_dry_run_measures_every_policy_on_the_same_rounds(recorded, tmp_path):
     report = run(recorded, tmp_path, "--summary", str(tmp_path / "summary.json"))
     assert report["gate"] == {name: {"rounds": 2, "differ": 0} for name in ("nominal", "hybridspec")}

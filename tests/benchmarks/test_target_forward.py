@@ -31,7 +31,7 @@ def run(module, monkeypatch, *options: str) -> dict:
 
 def test_a_dry_run_measures_every_length_and_routing(monkeypatch, tmp_path):
     lengths = ["--lengths", "1", "4"]
-    (tmp_path / "v").write_text(json.dumps({"wider": {"router": {"block_n": 32}}}))
+    (tmp_path / "v").write_text(json.dumps({"narrow": {"router": {"block_n": 16}}}))
     variants = ["--variants", str(tmp_path / "v"), "--overlaps"]
     sizes = ["--tiny", "--replays", "3", "--contexts", "32", *lengths]
     report = run(target_forward, monkeypatch, *sizes, *variants, tmp_path / "f")
@@ -46,7 +46,7 @@ def test_a_dry_run_measures_every_length_and_routing(monkeypatch, tmp_path):
     assert report["ar_context_32"]["ar_ms"] > 0 and report["skipped_phases"] == 0
     assert report["pieces_length_1"]["router"]["launches"] == 4
     assert set(report["variants"]) == {"1", "6", "16", "other_bits"} and not report["variants"]["other_bits"]
-    assert {"as given", "none", "wider"} <= set(report["variants"]["16"])
+    assert {"as given", "none", "narrow"} <= set(report["variants"]["16"])
     assert report["rows_against_16_rows"]["15"]["same_argmax"] == 1
 
 
