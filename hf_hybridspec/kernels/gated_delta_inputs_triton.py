@@ -21,16 +21,27 @@ HISTORY_COLUMNS = tl.constexpr(64)
 
 
 @triton.jit
-def _convolve(b_rows, p_history, p_weight, o_r, o_n, m_n, KERNEL: tl.constexpr, PRECISION: tl.constexpr):
-    """Causal convolution over the block's rows `[16, BN]`, which the history precedes; fp32."""
-    b_sum = tl.zeros(b_rows.shape, tl.float32)
-    for tap in tl.static_range(KERNEL):
+def _convolve_history(p_history, p_weight, o_r, o_n, m_n, KERNEL: tl.constexpr):
+    """What the rows before the block add to a causal convolution over its rows, `[16, BN]` fp32."""
+    b_sum = tl.zeros([o_r.shape[0], o_n.shape[0]], tl.float32)
+    for tap in tl.static_range(KERNEL - 1):
         o_source = o_r - (KERNEL - 1) + tap
-        b_shift = (o_source[:, None] == o_r[None, :]).to(b_rows.dtype)
-        b_seen = tl.dot(b_shift, b_rows, input_precision=PRECISION)
         # Row -i of the block is column KERNEL - i of the history.
         p_seen = p_history + o_n[None, :] * KERNEL + (o_source + KERNEL)[:, None]
-        b_seen += tl.load(p_seen, mask=m_n[None, :] & (o_source < 0)[:, None], other=0.0).to(tl.float32)
+        b_seen = tl.load(p_seen, mask=m_n[None, :] & (o_source < 0)[:, None], other=0.0).to(tl.float32)
+        b_weight = tl.load(p_weight + o_n * KERNEL + tap, mask=m_n, other=0.0).to(tl.float32)
+        b_sum += b_weight[None, :] * b_seen
+    return b_sum
+
+
+@triton.jit
+def _convolve(b_rows, b_sum, p_weight, o_r, o_n, m_n, KERNEL: tl.constexpr, PRECISION: tl.constexpr):
+    """`b_sum`, to which the history's taps were added, and the other taps over the block's rows `[16, BN]`; fp32."""
+    for tap in tl.static_range(KERNEL):
+        b_seen = b_rows.to(tl.float32)
+        if tap < KERNEL - 1:
+            b_shift = ((o_r - (KERNEL - 1) + tap)[:, None] == o_r[None, :]).to(b_rows.dtype)
+            b_seen = tl.dot(b_shift, b_rows, input_precision=PRECISION)
         b_weight = tl.load(p_weight + o_n * KERNEL + tap, mask=m_n, other=0.0).to(tl.float32)
         b_sum += b_weight[None, :] * b_seen
     return b_sum
@@ -58,6 +69,12 @@ def _producer_kernel(
     wait_for_previous(OVERLAPS)
     let_next_start(OVERLAPS and EARLY)
     b_squares = load_squares(squares, o_r, m_r, PARTS, PADDED, SMALL)
+    # All that the end of a tile needs is asked for here, where nobody waits for it.
+    m_c, o_a = o_n < C, o_n - C - Z - HEADS
+    m_a = (o_a >= 0) & (o_a < HEADS)
+    b_rate = tl.load(A_log + o_a, mask=m_a, other=0.0).to(tl.float32)
+    b_bias = tl.load(dt_bias + o_a, mask=m_a, other=0.0).to(tl.float32)
+    b_history = _convolve_history(conv_state, conv_weight, o_r, o_n, m_c, KERNEL)
     b_sum = tl.zeros([SMALL, BN], tl.float32)
     for i_k in range(tl.cdiv(H, BK)):
         o_k = i_k * BK + tl.arange(0, BK)
@@ -68,10 +85,9 @@ def _producer_kernel(
     let_next_start(OVERLAPS and not EARLY)
     b_out = (b_sum * inverse_rms(b_squares, eps, H)[:, None]).to(rows.dtype.element_ty)
     if i_n * BN < C:
-        m_c = o_n < C
         m_tile = m_r[:, None] & m_c[None, :]
         tl.store(conv_rows + o_r[:, None] * stride_cn + o_n[None, :], b_out, mask=m_tile)
-        b_mixed = _convolve(b_out, conv_state, conv_weight, o_r, o_n, m_c, KERNEL, PRECISION)
+        b_mixed = _convolve(b_out, b_history, conv_weight, o_r, o_n, m_c, KERNEL, PRECISION)
         b_mixed = b_mixed.to(rows.dtype.element_ty).to(tl.float32)
         b_mixed = (b_mixed * tl.sigmoid(b_mixed)).to(rows.dtype.element_ty)
         tl.store(mixed + o_r[:, None] * C + o_n[None, :], b_mixed, mask=m_tile)
@@ -80,15 +96,14 @@ def _producer_kernel(
         tl.store(z + o_r[:, None] * Z + (o_n - C)[None, :], b_out, mask=m_r[:, None] & m_z[None, :])
     if i_n * BN + BN > C + Z:
         b_wide = b_out.to(tl.float32)
-        o_b, o_a = o_n - C - Z, o_n - C - Z - HEADS
-        m_b, m_a = (o_b >= 0) & (o_b < HEADS), (o_a >= 0) & (o_a < HEADS)
+        o_b = o_n - C - Z
+        m_b = (o_b >= 0) & (o_b < HEADS)
         b_beta = tl.sigmoid(b_wide).to(rows.dtype.element_ty)
         tl.store(beta + o_r[:, None] * HEADS + o_b[None, :], b_beta, mask=m_r[:, None] & m_b[None, :])
-        b_rate = -tl.exp(tl.load(A_log + o_a, mask=m_a, other=0.0).to(tl.float32))
-        b_step = b_wide + tl.load(dt_bias + o_a, mask=m_a, other=0.0).to(tl.float32)[None, :]
+        b_step = b_wide + b_bias[None, :]
         b_soft = tl.where(b_step > SOFTPLUS_THRESHOLD, b_step, tl.log(1.0 + tl.exp(tl.minimum(b_step, 20.0))))
         p_decay = log_decay + o_r[:, None] * HEADS + o_a[None, :]
-        tl.store(p_decay, b_rate[None, :] * b_soft, mask=m_r[:, None] & m_a[None, :])
+        tl.store(p_decay, -tl.exp(b_rate)[None, :] * b_soft, mask=m_r[:, None] & m_a[None, :])
 
 
 def gated_delta_inputs(rows: ResidualRows, weights: ProducerWeights, conv_state, conv_rows, eps) -> Produced:

@@ -98,8 +98,11 @@ def _residual_kernel(
     PARTS: tl.constexpr = (WIDTH + BK - 1) // BK
     PER_SPLIT: tl.constexpr = (HEADS * PARTS + SPLITS - 1) // SPLITS
     prefetch_rows(weight, o_n, i_s * PER_SPLIT * BK, stride_wn, stride_wk, N, K, PREFETCH, OVERLAPS)
+    # What whoever ends a tile needs is asked for here, where nobody waits for it.
+    b_next_scale = tl.load(next_scale + o_n, mask=m_n, other=0.0)
     wait_for_previous(OVERLAPS)
     let_next_start(OVERLAPS and EARLY)
+    b_residual = load_tile(residual, o_r, o_n, stride_rn, stride_rk, m_r, m_n)
     for step in range(PER_SPLIT):
         i_step = i_s * PER_SPLIT + step
         i_h = i_step // PARTS
@@ -133,8 +136,8 @@ def _residual_kernel(
             for i_other in tl.static_range(SPLITS):
                 b_sum += tl.load(p_tile + i_other * SMALL * N, mask=m_tile, other=0.0, cache_modifier=".cg")
     if is_last:
-        b_sum += load_tile(residual, o_r, o_n, stride_rn, stride_rk, m_r, m_n).to(tl.float32)
-        store_residual(b_sum, values, next_scale, scaled, squares, i_n, o_r, o_n, m_r, m_n, N, SMALL)
+        b_sum += b_residual.to(tl.float32)
+        store_residual(b_sum, values, b_next_scale, scaled, squares, i_n, o_r, o_n, m_r, m_n, N, SMALL)
 
 
 def norm_linear(rows: ResidualRows, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -121,8 +121,9 @@ def add_experts(
         rows: as given to `route_rows`, or the first of them with a routing of as many; also the residual.
         output: room for n rows of H columns, whose `norm_scale` is that of the norm that follows; written to.
         eps: of the norm.
-        counters: int32 zeros, at least `num_counters(H, n * k)`, zero again afterwards. None: made here, which
-            a captured graph should not do.
+        counters: int32, at least `num_counters(H, n * k)`, at first zeros, then as the call before left them, of
+            whatever rows; the first `most_tiles(H)` are zeros again, which other kernels may use. None: made here,
+            which a captured graph should not do.
 
     Returns:
         `output`, with as many parts as were written.
@@ -135,14 +136,19 @@ def add_experts(
     check_room(output, tuple(rows.shape), rows.values.dtype)
     needed = num_counters(rows.shape[1], routed.top_k_index.numel())
     if counters is not None and counters.numel() < needed:
-        raise ValueError(f"counters must be at least {needed} int32 zeros, got {counters.numel()}.")
+        raise ValueError(f"counters must be at least {needed} int32, got {counters.numel()}.")
     kernels = implementation("moe_experts", rows.values.device)
     return kernels.add_experts(rows, routed, weights, output, eps, counters)
 
 
 def num_counters(hidden: int, choices: int) -> int:
-    """Counters of `add_experts`: of tiles of at least 16 columns, of all tiles, and of every choice and one more."""
-    return -(-hidden // 16) + choices + 2
+    """Counters of `add_experts`: of tiles of the output, of the shared expert, and of every choice."""
+    return most_tiles(hidden) + 1 + choices
+
+
+def most_tiles(hidden: int) -> int:
+    """Tiles of an output row, which have 16 columns or more."""
+    return -(-hidden // 16)
 
 
 def _check_weights(rows: torch.Tensor, weights: ExpertWeights) -> None:

@@ -27,10 +27,13 @@ from .common_triton import (
 )
 from .dense_mlp_triton import swiglu
 from .linear_triton import PADDED_ROWS, load_tile, multiply_add, precision_of
-from .moe_experts import ExpertWeights, RoutedRows
+from .moe_experts import ExpertWeights, RoutedRows, most_tiles, num_counters
 from .residual_rows import ResidualRows
 from .residual_rows_triton import inverse_rms, load_squares, squares_options, store_residual
 from .tiles import tile_of
+
+# What a launch adds to the counter of a place that it serves: more than tiles of both halves.
+ARRIVALS = tl.constexpr(2**16)
 
 ROUNDED = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -129,13 +132,13 @@ def _weight_tile(p_weight, o_n, o_k, stride_n, stride_k, m_n, m_k):
 
 @triton.jit
 def _first_half(
-    i_n, i_p, ready, rows, squares, top_k_index, slots, gate_up, shared_gate_up, routed_out, shared_out, eps, num_rows,
-    stride_xn, stride_xk, stride_sr, stride_se, stride_we, stride_wn, stride_wk, stride_vn, stride_vk,
+    i_n, i_p, arrived, rows, squares, top_k_index, slots, gate_up, shared_gate_up, routed_out, shared_out, eps,
+    num_rows, stride_xn, stride_xk, stride_sr, stride_se, stride_we, stride_wn, stride_wk, stride_vn, stride_vk,
     H: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
     TOP_K: tl.constexpr, CHOICES: tl.constexpr, SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, EARLY: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """Activations of tile `i_n` of the expert at place `i_p`; `ready[i_p]` counts the tiles that are written."""
+    """Activations of tile `i_n` of the expert at place `i_p`; `arrived[i_p]` counts the tiles that are written."""
     o_r, o_n = tl.arange(0, SMALL), i_n * BN + tl.arange(0, BN)
     m_r = o_r < num_rows
     if i_p == 0:
@@ -171,12 +174,12 @@ def _first_half(
             p_out, o_out, m_out = routed_out, o_r * TOP_K + b_slots, b_slots >= 0
         tl.store(p_out + o_out[:, None] * size + o_n[None, :], b_out, mask=m_out[:, None] & m_n[None, :])
         tl.debug_barrier()
-        tl.atomic_add(ready + i_p, 1, sem="acq_rel")
+        tl.atomic_add(arrived + i_p, 1, sem="acq_rel")
 
 
 @triton.jit
 def _second_half(
-    i_n, i_p, ready, finished, routed_in, shared_in, top_k_index, slots, top_k_weights, shared_gate, down,
+    i_n, i_p, arrived, routed_in, shared_in, top_k_index, slots, top_k_weights, shared_gate, down,
     shared_down, residual, partial, counters, next_scale, values, scaled, squares, num_rows,
     stride_sr, stride_se, stride_we, stride_wn, stride_wk, stride_vn, stride_vk, stride_rn, stride_rk,
     H: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
@@ -186,6 +189,8 @@ def _second_half(
     """Tile `i_n` of the down projection of the expert at place `i_p`; whoever ends a tile adds up its parts."""
     o_r, o_n = tl.arange(0, SMALL), i_n * BN + tl.arange(0, BN)
     m_r, m_n = o_r < num_rows, o_n < H
+    # What whoever ends the tile needs is asked for here and below, where nobody waits for it.
+    b_next_scale = tl.load(next_scale + o_n, mask=m_n, other=0.0)
     wait_for_previous(OVERLAPS)
     p_weight, i_e, is_wanted = shared_down, tl.full([], 0, tl.int64), i_p == 0
     if i_p > 0:
@@ -204,10 +209,13 @@ def _second_half(
             p_rows, p_factor, o_source = routed_in, top_k_weights, o_r * TOP_K + b_slots
         m_member = b_slots >= 0
         b_factor = tl.load(p_factor + o_source, mask=m_member, other=0.0, cache_modifier=".cg")
+        b_residual = load_tile(residual, o_r, o_n, stride_rn, stride_rk, m_r, m_n)
 
         b_sum = tl.zeros([SMALL, BN], tl.float32)
-        while tl.atomic_add(ready + i_p, 0, sem="acquire") < WRITERS:
+        while tl.atomic_add(arrived + i_p, 0, sem="acquire") & (ARRIVALS - 1) < WRITERS:
             pass
+        # Who has passed is counted as well, tile 0 as all who lack to ARRIVALS: nobody has to wait to set zeros.
+        tl.atomic_add(arrived + i_p, tl.where(i_n == 0, ARRIVALS - WRITERS - tl.cdiv(H, BN) + 1, 1), sem="relaxed")
         let_next_start(OVERLAPS and EARLY)
         for i_k in range(STEPS):
             o_k = i_k * BK + tl.arange(0, BK)
@@ -226,19 +234,13 @@ def _second_half(
         tl.debug_barrier()
         if tl.atomic_add(counters + i_n, written, sem="acq_rel") + written == num_rows * (TOP_K + 1):
             tl.store(counters + i_n, 0)
-            b_total = load_tile(residual, o_r, o_n, stride_rn, stride_rk, m_r, m_n).to(tl.float32)
+            b_total = b_residual.to(tl.float32)
             p_parts = partial + o_first[:, None] * H + o_n[None, :]
             # Unrolled, so that all positions are asked for at once.
             for slot in tl.static_range(TOP_K + 1):
                 m_part = m_r[:, None] & m_n[None, :]
                 b_total += tl.load(p_parts + slot * H, mask=m_part, other=0.0, cache_modifier=".cg")
-            store_residual(b_total, values, next_scale, scaled, squares, i_n, o_r, o_n, m_r, m_n, H, SMALL)
-            # The last tile of all leaves the counters as it found them.
-            o_place = tl.arange(0, CHOICES)
-            if tl.atomic_add(finished, 1, sem="acq_rel") == tl.cdiv(H, BN) - 1:
-                tl.store(finished, 0)
-                tl.store(ready, 0)
-                tl.store(ready + 1 + o_place, 0, mask=o_place < num_rows * TOP_K)
+            store_residual(b_total, values, b_next_scale, scaled, squares, i_n, o_r, o_n, m_r, m_n, H, SMALL)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -250,16 +252,15 @@ def _experts_kernel(
     H: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
     TOP_K: tl.constexpr, CHOICES: tl.constexpr, SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     BN_DOWN: tl.constexpr, BK_DOWN: tl.constexpr, UP_TILES: tl.constexpr, DOWN_TILES: tl.constexpr,
+    MOST_TILES: tl.constexpr,
     PRECISION: tl.constexpr, EARLY: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     i_program = tl.program_id(0)
     num_first = (num_rows * TOP_K + 1) * UP_TILES
-    # Counters: one a tile of the output, one for all tiles, one a place.
-    finished = counters + DOWN_TILES
-    ready = finished + 1
+    arrived = counters + MOST_TILES
     if i_program < num_first:
         _first_half(
-            i_program % UP_TILES, i_program // UP_TILES, ready, rows, squares, top_k_index, slots, gate_up,
+            i_program % UP_TILES, i_program // UP_TILES, arrived, rows, squares, top_k_index, slots, gate_up,
             shared_gate_up, routed_rows, shared_rows, eps, num_rows, stride_xn, stride_xk, stride_sr, stride_se,
             stride_ue, stride_un, stride_uk, stride_vn, stride_vk, H, INNER, SHARED, PARTS, PADDED, TOP_K, CHOICES,
             SMALL, BN, BK, PRECISION, EARLY, OVERLAPS, PREFETCH,
@@ -267,7 +268,7 @@ def _experts_kernel(
     else:
         i_second = i_program - num_first
         _second_half(
-            i_second % DOWN_TILES, i_second // DOWN_TILES, ready, finished, routed_rows, shared_rows, top_k_index,
+            i_second % DOWN_TILES, i_second // DOWN_TILES, arrived, routed_rows, shared_rows, top_k_index,
             slots, top_k_weights, shared_gate, down, shared_down, residual, partial, counters, next_scale, values,
             scaled, out_squares, num_rows, stride_sr, stride_se, stride_de, stride_dn, stride_dk, stride_cn,
             stride_ck, stride_rn, stride_rk, H, INNER, SHARED, TOP_K, CHOICES, SMALL, BN_DOWN, BK_DOWN, PRECISION,
@@ -309,7 +310,7 @@ def add_experts(
     activated = scaled.new_empty(num_rows, top_k, inner), scaled.new_empty(num_rows, shared)
     partial = scaled.new_empty(num_rows, top_k + 1, hidden, dtype=torch.float32)
     if counters is None:
-        counters = torch.zeros(down_tiles + 1 + places, dtype=torch.int32, device=scaled.device)
+        counters = torch.zeros(num_counters(hidden, places - 1), dtype=torch.int32, device=scaled.device)
     with launch_device(scaled):
         _experts_kernel[(places * (up_tiles + down_tiles),)](
             scaled, rows.squares, routed.top_k_index, routed.slots, routed.top_k_weights, routed.shared_gate,
@@ -320,7 +321,7 @@ def add_experts(
             H=hidden, INNER=inner, SHARED=shared, TOP_K=top_k, CHOICES=_choices(top_k), SMALL=PADDED_ROWS,
             BN=tile.block_n, BK=tile.block_k, BN_DOWN=second.block_n,
             BK_DOWN=max(16, min(second.block_k, triton.next_power_of_2(max(inner, shared)))),
-            UP_TILES=up_tiles, DOWN_TILES=down_tiles, PRECISION=precision_of(scaled),
+            UP_TILES=up_tiles, DOWN_TILES=down_tiles, MOST_TILES=most_tiles(hidden), PRECISION=precision_of(scaled),
             EARLY=tile.next_starts_early, **squares_options(rows), **launch_options(tile, scaled),
         )  # fmt: skip
     return output.of_parts(down_tiles)

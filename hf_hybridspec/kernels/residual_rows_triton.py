@@ -9,15 +9,17 @@ from .residual_rows import ResidualRows
 
 @triton.jit
 def store_residual(
-    b_values, values, scale, scaled, squares, i_part, o_r, o_n, m_r, m_n, N: tl.constexpr, SMALL: tl.constexpr
+    b_values, values, b_scale, scaled, squares, i_part, o_r, o_n, m_r, m_n, N: tl.constexpr, SMALL: tl.constexpr
 ):
-    """Writes columns `o_n` of rows, the part `i_part` of each; `b_values` is fp32, and zero where `m_n` is not."""
+    """Writes columns `o_n` of rows, the part `i_part` of each; `b_values` is fp32, and zero where `m_n` is not.
+
+    The next norm's scale is in registers by then: loaded here, it would be one more trip to memory at the end.
+    """
     o_tile = o_r[:, None] * N + o_n[None, :]
     m_tile = m_r[:, None] & m_n[None, :]
     b_rounded = b_values.to(values.dtype.element_ty)
     tl.store(values + o_tile, b_rounded, mask=m_tile)
     b_wide = b_rounded.to(tl.float32)
-    b_scale = tl.load(scale + o_n, mask=m_n, other=0.0)
     tl.store(scaled + o_tile, (b_wide * b_scale[None, :]).to(scaled.dtype.element_ty), mask=m_tile)
     tl.store(squares + i_part * SMALL + o_r, tl.sum(b_wide * b_wide, axis=1), mask=m_r)
 

@@ -8,7 +8,14 @@ from transformers import Qwen3_5MoeTextConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeRMSNorm, Qwen3_5MoeSparseMoeBlock
 
 from hf_hybridspec.kernels.dispatch import use_kernels
-from hf_hybridspec.kernels.moe_experts import ExpertWeights, RoutedRows, add_experts, num_counters, route_rows
+from hf_hybridspec.kernels.moe_experts import (
+    ExpertWeights,
+    RoutedRows,
+    add_experts,
+    most_tiles,
+    num_counters,
+    route_rows,
+)
 from hf_hybridspec.kernels.residual_rows import ResidualRows, residual_rows
 from hf_hybridspec.kernels.tiles import TILES, Tile, use_tiles
 
@@ -116,7 +123,7 @@ def test_every_number_of_rows_reads_each_expert_for_all_its_rows(num_rows, trito
     for _ in range(2):
         _, actual = _run("triton", block, 3, counters)
         torch.testing.assert_close(actual.values, expected.values, atol=TOLERANCE, rtol=TOLERANCE)
-    assert not counters.any()
+    assert not counters[: most_tiles(32)].any()
 
 
 @pytest.mark.parametrize(
@@ -181,14 +188,17 @@ def test_given_room_is_written_and_first_rows_run_alone(kind, triton_device):
         route_rows(residual, router, 3, EPS, routed=routed)
 
 
-def test_counters_are_zero_again(triton_device):
-    """Tiles of two widths, so that a tile of one half is not one of the other."""
+@pytest.mark.parametrize("before", [0, 2**31 - 2**16])
+def test_counters_serve_the_next_call(before, triton_device):
+    """Tiles of two widths, so that a tile of one half is not one of the other; arrivals also where they wrap."""
     block = _block(5, 12, 3, 64, 32, 16, device=triton_device)
     counters = torch.zeros(num_counters(64, 15), dtype=torch.int32, device=triton_device)
+    counters[most_tiles(64) :] = before
     up = replace(TILES["expert_gate_up"], block_n=16, block_k=16)
     with use_tiles({"expert_gate_up": up, "expert_down": replace(up, block_n=32)}):
         first = _run("triton", block, 3, counters)[1]
-        assert not counters.any()
+        assert not counters[: most_tiles(64)].any()
+        assert not (counters % 2**16).any() and (counters != before).any()
         assert torch.equal(_run("triton", block, 3, counters)[1].values, first.values)
 
 
@@ -230,6 +240,6 @@ def test_errors_name_what_is_given_and_allowed():
         add_experts(residual, routed, wrong, ResidualRows.empty(2, scale, torch.float32), EPS)
     with pytest.raises(ValueError, match=r"output must be contiguous torch.float32 \(2, 48\)"):
         add_experts(residual, routed, weights, ResidualRows.empty(3, scale, torch.float32), EPS)
-    with pytest.raises(ValueError, match="counters must be at least 9 int32 zeros, got 4"):
+    with pytest.raises(ValueError, match="counters must be at least 8 int32, got 4"):
         room, counters = ResidualRows.empty(2, scale, torch.float32), torch.zeros(4, dtype=torch.int32)
         add_experts(residual, routed, weights, room, EPS, counters)
