@@ -172,7 +172,7 @@ class Bench(PhasedReport):
         self.save(f"pieces_length_{length}", {**found, "sum_ms": round(sum(times.values()), 4)})
 
     def variants(self, context: int) -> None:
-        """Forwards of 1, 6 and 16 rows by tile: those of `--variants`, and kernels that start earlier or later.
+        """Forwards by tile: those of `--variants`, and kernels that start earlier or later.
 
         When a kernel starts changes no bits; another order of a sum does.
         """
@@ -184,7 +184,7 @@ class Bench(PhasedReport):
         if self.arguments.overlaps:
             variants |= _overlap_variants(tiles, self.arguments.tiny)
         # Nothing to compare: nothing to do.
-        for length in (1, 6, 16) if len(variants) > 1 else ():
+        for length in self.lengths if len(variants) > 1 else ():
             forwards = {}
             for variant, chosen in variants.items():
                 with use_tiles(chosen):

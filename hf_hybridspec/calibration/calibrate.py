@@ -23,6 +23,9 @@ from .routing import fit_routing
 from .temperatures import fit_temperatures
 from .timed_decode import DecodeSettings
 
+# Of a timed answer, by engine (`PairIdentity.engine`): captured rounds are cheap, and few of them say little.
+TIMED_TOKENS = {"eager": 24, "graphs": 96}
+
 
 @dataclass(frozen=True)
 class CalibrationPlan:
@@ -32,7 +35,7 @@ class CalibrationPlan:
         prompts, prompts_name: what is captured, and where it came from.
         max_new_tokens: of a captured answer.
         timed_prompts: how many of the prompts are decoded at every fixed length.
-        timed_tokens: of a timed answer.
+        timed_tokens: of a timed answer; None: `TIMED_TOKENS`.
         rounds_path: file of captured rounds; an interrupted calibration continues from it.
     """
 
@@ -40,7 +43,7 @@ class CalibrationPlan:
     prompts_name: str
     max_new_tokens: int
     timed_prompts: int
-    timed_tokens: int
+    timed_tokens: int | None
     rounds_path: str
 
 
@@ -80,7 +83,8 @@ def calibrate(target: PreTrainedModel, drafter: Drafter, plan: CalibrationPlan) 
 def measure_costs(target: PreTrainedModel, drafter: Drafter, plan: CalibrationPlan, engine: str) -> MeasuredCosts:
     """Everything that is timed, on the rounds that `engine` names: captured ones (`graphs`) or eager ones."""
     timed, num_rows = spread(plan.prompts, plan.timed_prompts), drafter.num_draft_tokens + 1
-    times = measure_rounds(target, drafter, timed, DecodeSettings(plan.timed_tokens), engine)
+    timed_tokens = plan.timed_tokens or TIMED_TOKENS[engine]
+    times = measure_rounds(target, drafter, timed, DecodeSettings(timed_tokens), engine)
     if engine == "graphs":
         stage0_row = fused_stage0_row(target, timed[0], num_rows)
         expert = expert_seconds(FusedForward(target), num_rows)

@@ -81,9 +81,14 @@ def measure_rounds(
 def _seconds_per_round(
     target, drafter, settings: DecodeSettings, options: dict, prompt: Prompt, length: int
 ) -> float | None:
-    """Decode time per round, or None if no round ran; length 1 is plain decoding."""
+    """Time of a round, or None if no round ran; length 1 is plain decoding.
+
+    What a call pays once would count the more, the fewer rounds its answer takes: the longer a block, the dearer.
+    """
     policy = None if length == 1 else Static(length)
     run = timed_decode(target, prompt.input_ids, settings, None if length == 1 else drafter, policy, **options)
+    if run.round_seconds is not None:
+        return run.round_seconds
     return run.seconds / run.num_rounds if run.num_rounds else None
 
 

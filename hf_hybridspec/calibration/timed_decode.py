@@ -34,13 +34,16 @@ class TimedDecode:
 
     Attributes:
         token_ids: the new tokens; the first belongs to the prefill.
-        seconds: from the first new token to the last.
+        seconds: from the first new token to the end of the call.
         statistics: None for plain decoding.
+        round_seconds: of a round, the first left out, since a call's first round also pays for its start; None with
+            fewer than two.
     """
 
     token_ids: tuple[int, ...]
     seconds: float
     statistics: GenerationStatistics | None
+    round_seconds: float | None = None
 
     @property
     def num_decoded(self) -> int:
@@ -54,19 +57,25 @@ class TimedDecode:
 
 
 class DecodeClock(BaseStreamer):
-    """A streamer that only notes when the prefill's token arrives and when decoding ends.
+    """A streamer that only notes when the prefill's token arrives, when rounds end, and when decoding ends.
 
-    The loops hand over tokens on the CPU, so that a device has finished what is timed.
+    The loops hand over tokens on the CPU, so that a device has finished what is timed; one put a round.
     """
 
     def __init__(self):
         self._num_puts = 0
-        self._start = self._stop = 0.0
+        self._start = self._stop = self._first_round = self._last_round = 0.0
 
     @property
     def seconds(self) -> float:
         """Decode time; 0 if the prefill's token was the only one."""
         return self._stop - self._start
+
+    @property
+    def round_seconds(self) -> float | None:
+        """As in `TimedDecode`."""
+        num_timed = self._num_puts - 3
+        return (self._last_round - self._first_round) / num_timed if num_timed > 0 else None
 
     def put(self, value: torch.Tensor) -> None:
         # The first put is the prompt, the second the prefill's token.
@@ -74,6 +83,9 @@ class DecodeClock(BaseStreamer):
         self._stop = time.perf_counter()
         if self._num_puts == 2:
             self._start = self._stop
+        elif self._num_puts == 3:
+            self._first_round = self._stop
+        self._last_round = self._stop
 
     def end(self) -> None:
         self._stop = time.perf_counter()
@@ -94,4 +106,5 @@ def timed_decode(
         input_ids, generation_config=settings.generation_config(), streamer=clock, **drafting, **options
     )
     statistics = None if drafter is None else target.generation_statistics
-    return TimedDecode(tuple(sequences[0, input_ids.shape[1] :].tolist()), clock.seconds, statistics)
+    token_ids = tuple(sequences[0, input_ids.shape[1] :].tolist())
+    return TimedDecode(token_ids, clock.seconds, statistics, clock.round_seconds)

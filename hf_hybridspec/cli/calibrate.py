@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from ..calibration.calibrate import CalibrationPlan, calibrate
+from ..calibration.calibrate import TIMED_TOKENS, CalibrationPlan, calibrate
 from ..calibration.profile import CalibrationProfile
 from ..calibration.prompts import load_prompts, render, split_prompts, take_per_kind
 from .errors import CommandError
@@ -27,14 +27,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timed-prompts", type=int, default=3, metavar="N", help="prompts decoded at every length (default: 3)"
     )
-    parser.add_argument("--timed-tokens", type=int, default=24, metavar="N", help="of a timed answer (default: 24)")
+    parser.add_argument(
+        "--timed-tokens",
+        type=int,
+        metavar="N",
+        help=f"of a timed answer (default: {TIMED_TOKENS['graphs']} where rounds are captured, else "
+        f"{TIMED_TOKENS['eager']})",
+    )
 
 
 def run(options: argparse.Namespace) -> None:
     """Calibrates, writes the profile and prints what it found; raises CommandError."""
     for name in ("max_new_tokens", "timed_prompts", "timed_tokens"):
-        if getattr(options, name) < 1:
-            raise CommandError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}.")
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise CommandError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
     try:
         texts = take_per_kind(
             split_prompts(load_prompts(options.prompts), options.split, options.seed), options.limit_per_kind

@@ -76,8 +76,27 @@ def prefetch_rows(
         o_k = first_k + tl.arange(0, COLUMNS // LINE) * LINE
         # What lies past the end is asked for at the last row and column, which are read anyway.
         p_lines = weight + tl.minimum(o_n, N - 1)[:, None].to(tl.int64) * stride_n
-        p_lines += tl.minimum(o_k, K - 1)[None, :] * stride_k
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_lines.to(tl.int64)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        _prefetch(p_lines + tl.minimum(o_k, K - 1)[None, :] * stride_k)
+
+
+@triton.jit
+def prefetch_share(
+    weight, i_share, stride_n, stride_k, N: tl.constexpr, K: tl.constexpr, SHARES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Asks for one of SHARES parts of a matrix, as `prefetch_rows` does; shares from SHARES on are nothing."""
+    if OVERLAPS:
+        LINE: tl.constexpr = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
+        LINES: tl.constexpr = (K + LINE - 1) // LINE
+        SHARE: tl.constexpr = triton.next_power_of_2((N * LINES + SHARES - 1) // SHARES)
+        if i_share * SHARE < N * LINES:
+            o_line = tl.minimum(i_share * SHARE + tl.arange(0, SHARE), N * LINES - 1)
+            _prefetch(weight + (o_line // LINES) * stride_n + (o_line % LINES) * LINE * stride_k)
+
+
+@triton.jit
+def _prefetch(p_lines):
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_lines.to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

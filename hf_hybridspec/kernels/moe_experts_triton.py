@@ -23,6 +23,7 @@ from .common_triton import (
     launch_options,
     let_next_start,
     prefetch_rows,
+    prefetch_share,
     wait_for_previous,
 )
 from .dense_mlp_triton import swiglu
@@ -34,7 +35,8 @@ from .tiles import tile_of
 
 # What a launch adds to the counter of a place that it serves: more than tiles of both halves.
 ARRIVALS = tl.constexpr(2**16)
-
+# Programs that ask for the shared expert ahead; more run at once.
+SHARES = tl.constexpr(256)
 ROUNDED = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -141,9 +143,6 @@ def _first_half(
     """Activations of tile `i_n` of the expert at place `i_p`; `arrived[i_p]` counts the tiles that are written."""
     o_r, o_n = tl.arange(0, SMALL), i_n * BN + tl.arange(0, BN)
     m_r = o_r < num_rows
-    if i_p == 0:
-        prefetch_rows(shared_gate_up, o_n, 0, stride_vn, stride_vk, SHARED, H, PREFETCH, OVERLAPS)
-        prefetch_rows(shared_gate_up, SHARED + o_n, 0, stride_vn, stride_vk, 2 * SHARED, H, PREFETCH, OVERLAPS)
     wait_for_previous(OVERLAPS)
     p_weight, i_e, is_wanted = shared_gate_up, tl.full([], 0, tl.int64), i_p == 0
     if i_p > 0:
@@ -258,6 +257,10 @@ def _experts_kernel(
     i_program = tl.program_id(0)
     num_first = (num_rows * TOP_K + 1) * UP_TILES
     arrived = counters + MOST_TILES
+    if PREFETCH > 0:
+        # The router leaves the memory idle: time to ask for the shared expert, which does not depend on it.
+        prefetch_share(shared_gate_up, i_program, stride_vn, stride_vk, 2 * SHARED, H, SHARES, OVERLAPS)
+        prefetch_share(shared_down, i_program, stride_cn, stride_ck, H, SHARED, SHARES, OVERLAPS)
     if i_program < num_first:
         _first_half(
             i_program % UP_TILES, i_program // UP_TILES, arrived, rows, squares, top_k_index, slots, gate_up,

@@ -224,7 +224,7 @@ def test_many_programs_wait_for_one_another(num_rows, triton_device):
     assert (first.float() - expected).norm() / expected.norm() < 1e-2
     for _ in range(50):
         assert torch.equal(run("triton"), first)
-    assert not counters.any()
+    assert not counters[: most_tiles(2048)].any() and not (counters % 2**16).any()
 
 
 def test_errors_name_what_is_given_and_allowed():
