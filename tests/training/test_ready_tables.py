@@ -1,13 +1,16 @@
 """Rows of the ablations, and the tables made of their results."""
 
 import json
+from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
 
 from hf_hybridspec.bench.results_file import update_results
 from training.results import current_commit
-from training.tiny.ablations import Row, all_rows, part_of
+from training.tiny import ablations
+from training.tiny.ablations import Row, all_rows, part_of, train_row
 from training.tiny.export_conversations import conversation, tokenised_rows
 from training.tiny.ready_tables import read_results, write_summary
 
@@ -25,7 +28,7 @@ def test_every_ablation_of_the_issue_is_a_row():
     assert {(row.label, row.seed) for row in rows[:9]} == {
         (label, seed) for label in ("dspark", "dspark_ft", "ready") for seed in range(3)
     }
-    tables = {"rank", "state layers", "injection layers", "injection", "reader width", "budget"}
+    tables = {"rank", "state layers", "injection layers", "injection", "reader width", "budget", "stages"}
     assert {row.table for row in rows[9:]} == tables
     assert [row.label for row in rows if row.table == "rank"] == ["4", "16", "64"]
 
@@ -42,6 +45,34 @@ def test_parts_share_all_rows_out_evenly(parts):
     for part in ("8/8", "1", "-1/2", "a/b"):
         with pytest.raises(ValueError, match="--part must be I/N"):
             part_of(rows, part)
+
+
+@pytest.mark.parametrize(
+    ("row", "steps", "samples"),
+    [
+        (Row("headline", "dspark_ft", ("ft",), 2), [8], 12),
+        (Row("headline", "ready", ("reader", "joint"), 2, ablations.BASE), [4, 4], 12),
+        (Row("stages", "joint alone", ("joint",), 2, ablations.BASE), [8], 12),
+        (Row("budget", "ready x2", ("reader", "joint"), 2, ablations.BASE, 2), [8, 8], 24),
+    ],
+    ids=lambda value: value.label if isinstance(value, Row) else None,
+)
+def test_a_row_trains_its_stages_on_the_pair_that_was_asked_for(row, steps, samples, tmp_path, monkeypatch):
+    runs = []
+    monkeypatch.setattr(ablations, "train", lambda arguments, training: runs.append((arguments, training)))
+    options = Namespace(target="other", drafter="its-dspark", dataset=Path("rows.jsonl"), steps=8, batch=3)
+    options.config, options.device, options.train_arguments = Path("training/configs/tiny_ft.yaml"), "cpu", []
+    options.learning_rate, options.reader_learning_rate = 1e-3, 2e-3
+    last = train_row(row, options, tmp_path)
+    assert last == tmp_path / row.stages[-1] and [arguments.stage for arguments, _ in runs] == list(row.stages)
+    assert [training.max_steps for _, training in runs] == steps
+    # In one stage or in two, as many steps over as many samples.
+    assert all(arguments.max_samples == samples for arguments, _ in runs)
+    assert {(arguments.target, arguments.drafter) for arguments, _ in runs} == {("other", "its-dspark")}
+    assert [arguments.adapter for arguments, _ in runs] == [None, str(tmp_path / "reader")][: len(runs)]
+    assert runs[0][0].reader_state_layers == (None if "ft" in row.stages else [2, 6])
+    rates = [2e-3 if stage == "reader" else 1e-3 for stage in row.stages]
+    assert [training.learning_rate for _, training in runs] == rates
 
 
 def test_tables_and_headline(tmp_path, capsys):
@@ -88,9 +119,30 @@ def test_a_page_keeps_what_stands_around_its_table(tmp_path):
 def test_results_of_several_commits_are_refused(tmp_path):
     for seed, commit in enumerate(("abc", "def")):
         result(tmp_path, Row("headline", "ready", ("reader",), seed), 10, commit)
-    with pytest.raises(ValueError, match=r"\['abc', 'def'\]. Run all rows at one commit"):
+    with pytest.raises(
+        ValueError, match=r"headline mixes the commits \['abc', 'def'\]. Run all its rows at one commit"
+    ):
         write_summary(tmp_path, None, tmp_path / "results.json")
     assert not (tmp_path / "results.json").exists()
+
+
+def test_a_later_table_says_its_commit_and_leaves_the_headline_as_it_was(tmp_path, capsys):
+    for seed in range(2):
+        result(tmp_path, Row("headline", "dspark_ft", ("ft",), seed), 10, "abc")
+        result(tmp_path, Row("headline", "ready", ("reader",), seed), 11 + seed, "abc")
+    write_summary(tmp_path, None, tmp_path / "before.json")
+    assert "at commit" not in capsys.readouterr().out
+    for seed in range(2):
+        result(tmp_path, Row("stages", "joint alone", ("joint",), seed), 12, "def")
+    result(tmp_path, Row("rank", "4", ("reader",)), 12, "abc")
+    write_summary(tmp_path, None, tmp_path / "after.json")
+    text = capsys.readouterr().out
+    assert "Measured at commit abc; stages at commit def." in text and "rank at" not in text
+    # Several seeds have an interval, one seed has none.
+    assert "stages, joint alone: 30.0000 [27.6" in text and "over dspark_ft +20.00 % [+20.00, +20.00]" in text
+    assert "rank, 4:" not in text
+    before, after = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("before", "after"))
+    assert after == before and after["commit"] == "abc"
 
 
 def test_the_measured_commit_is_the_given_one_or_this_checkouts():

@@ -40,6 +40,13 @@ def test_a_checkpoint_of_the_bundled_shape_comes_out(answers, tmp_path):
     assert not torch.equal(AutoDrafter.from_pretrained(tmp_path / "again").fc.weight, drafter.fc.weight)
 
 
+def test_a_run_of_given_steps_ends_annealed(answers, tmp_path, monkeypatch):
+    progress, schedule = [], train_dspark.schedule
+    monkeypatch.setattr(train_dspark, "schedule", lambda share: progress.append(share) or schedule(share))
+    run(answers, tmp_path / "out", "--max-steps", "4", "--seconds", "1000000")
+    assert progress == pytest.approx([0, 0.25, 0.5, 0.75], abs=0.01)
+
+
 def test_a_dflash_backbone_is_taken_over_and_a_foreign_one_refused(answers, tmp_path):
     run(answers, tmp_path / "out", "--initial", resolve("tiny-dflash"), "--max-steps", "0")
     backbone = AutoDrafter.from_pretrained("tiny-dflash").state_dict()

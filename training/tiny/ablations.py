@@ -70,7 +70,7 @@ TWO_STAGES = ("reader", "joint")
 
 
 def all_rows() -> Iterator[Row]:
-    """Headline rows first, then each ablation of the paper (tables 3 to 6) with one seed."""
+    """Headline rows first, then each ablation of the paper (tables 3 to 6) and a few of our own."""
     for seed in SEEDS:
         yield Row("headline", "dspark", (), seed)
         yield Row("headline", "dspark_ft", ("ft",), seed)
@@ -88,6 +88,9 @@ def all_rows() -> Iterator[Row]:
     for budget in (2, 4):
         yield Row("budget", f"dspark_ft x{budget}", ("ft",), 0, {}, budget)
         yield Row("budget", f"ready x{budget}", TWO_STAGES, 0, BASE, budget)
+    # LoRA for as many steps as in dspark_ft: two stages give it half of them.
+    for seed in SEEDS:
+        yield Row("stages", "joint alone", ("joint",), seed, BASE)
 
 
 def part_of(rows: Sequence[Row], part: str) -> list[Row]:
@@ -112,7 +115,7 @@ def train_row(row: Row, options: argparse.Namespace, folder: Path) -> Path | Non
     for number, stage in enumerate(row.stages):
         output = folder / stage
         words = ["--config", str(options.config), "--stage", stage, "--output_dir", str(output)]
-        words += ["--dataset", str(options.dataset), "--drafter", options.drafter]
+        words += ["--dataset", str(options.dataset), "--target", options.target, "--drafter", options.drafter]
         words += ["--seed", str(row.seed + 100 * number), "--max_steps", str(steps // len(row.stages))]
         words += ["--per_device_train_batch_size", str(options.batch), "--save_strategy", "no"]
         words += ["--max_samples", str(steps // 2 * options.batch)]

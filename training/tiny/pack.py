@@ -2,6 +2,9 @@
 
     python -m training.tiny.pack --corpus runs/corpus --tokenizer runs/tokenizer --output runs/packed
 
+With `--answers` instead of a corpus, what a target wrote (prompt and answer) is packed as the one domain `answers`:
+text for a target of another shape.
+
 Training rows start at the start of a document whenever one fits, since the recurrent state at inference starts empty
 too; held-out rows hold one document each. `train/DOMAIN.bin.xz` is uint16 ids, `heldout/DOMAIN.bin.xz` the same, and
 `index.json` gives the row length and the number of rows.
@@ -20,6 +23,7 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from training.tiny.documents import read_dialogues, read_documents
+from training.tiny.regenerate import load_answers
 from training.tiny.restate import restated
 
 # File name prefix -> domain, the longest prefix first.
@@ -113,9 +117,35 @@ def read_rows(folder: Path, half: str, domain: str) -> np.ndarray:
     return rows.reshape(entry[half][domain], entry["length"])
 
 
+def corpus_documents(
+    corpus: Path, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> Iterator[tuple[str, str, Iterator[np.ndarray]]]:
+    """Half, domain, and the domain's documents as ids, shuffled."""
+    for half in ("train", "heldout"):
+        files: dict[str, list[Path]] = {}
+        for path in sorted((corpus / half).iterdir()):
+            files.setdefault(domain_of(path), []).append(path)
+        for domain, paths in files.items():
+            texts = [text for path in paths for text in texts_of(path, tokenizer)]
+            Random(f"{seed}-{domain}").shuffle(texts)
+            yield half, domain, tokenize(texts, tokenizer)
+
+
+def answer_documents(
+    paths: list[Path], padding: int, heldout: int, seed: int
+) -> Iterator[tuple[str, str, Iterator[np.ndarray]]]:
+    """As `corpus_documents`, of regenerated answers with their prompts; the first `heldout` of them are held out."""
+    rows = [tokens.numpy() for path in paths for tokens, _ in load_answers(path)]
+    Random(seed).shuffle(rows)
+    for half, part in (("train", rows[heldout:]), ("heldout", rows[:heldout])):
+        yield half, "answers", (np.append(row, padding).astype(np.uint16) for row in part)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", type=Path, required=True)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--corpus", type=Path)
+    source.add_argument("--answers", type=Path, nargs="+", help="one or more answers.npz")
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--length", type=int, default=1024)
@@ -125,22 +155,19 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     padding = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     index: dict = {"length": options.length, "train": {}, "heldout": {}}
-    for half in ("train", "heldout"):
-        files: dict[str, list[Path]] = {}
-        for path in sorted((options.corpus / half).iterdir()):
-            files.setdefault(domain_of(path), []).append(path)
-        for domain, paths in files.items():
-            texts = [text for path in paths for text in texts_of(path, tokenizer)]
-            Random(f"{options.seed}-{domain}").shuffle(texts)
-            documents = tokenize(texts, tokenizer)
-            if half == "train":
-                whole = domain not in ("code", "prose", "documentation")
-                rows = pack_rows(documents, options.length, whole)
-            else:
-                rows = one_per_row(documents, options.length, padding, options.heldout_rows)
-            write_rows(options.output / half / f"{domain}.bin.xz", rows)
-            index[half][domain] = len(rows)
-            print(half, domain, f"{len(texts)} documents, {rows.size / 1e6:.2f} M tokens", flush=True)
+    if options.answers is None:
+        parts = corpus_documents(options.corpus, tokenizer, options.seed)
+    else:
+        parts = answer_documents(options.answers, padding, options.heldout_rows, options.seed)
+    for half, domain, documents in parts:
+        if half == "train":
+            whole = domain not in ("code", "prose", "documentation")
+            rows = pack_rows(documents, options.length, whole)
+        else:
+            rows = one_per_row(documents, options.length, padding, options.heldout_rows)
+        write_rows(options.output / half / f"{domain}.bin.xz", rows)
+        index[half][domain] = len(rows)
+        print(half, domain, f"{len(rows)} rows, {rows.size / 1e6:.2f} M tokens", flush=True)
     (options.output / "index.json").write_text(json.dumps(index, indent=1))
 
 

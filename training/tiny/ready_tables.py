@@ -81,27 +81,45 @@ def markdown(results: dict[tuple[str, str], list[dict]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_summary(folder: Path, table: Path | None, results_path: Path | None, section: str = "ready") -> None:
-    """Prints the tables; writes them (into a page that is there between the MARKERS of a section), and the headline
-    into a results file whose other keys are kept.
+def commits_by_table(results: dict[tuple[str, str], list[dict]]) -> dict[str, str]:
+    """Table -> the commit that its rows were measured at. Raises ValueError for a table of several commits."""
+    commits: dict[str, set[str]] = {}
+    for (table, _), runs in results.items():
+        commits.setdefault(table, set()).update(run["commit"] for run in runs)
+    for table, found in commits.items():
+        if len(found) > 1:
+            raise ValueError(f"Table {table} mixes the commits {sorted(found)}. Run all its rows at one commit.")
+    return {table: found.pop() for table, found in commits.items()}
 
-    Raises ValueError where there is no result yet, where results of several commits are mixed, or where a page has no
-    such section.
+
+def write_summary(folder: Path, table: Path | None, results_path: Path | None, section: str = "ready") -> None:
+    """Prints the tables, with intervals for the headline and other rows of several seeds; writes them (into a page
+    that is there between the MARKERS of a section), and the headline into a results file whose other keys are kept.
+
+    Raises ValueError where there is no result yet, where a table mixes commits, or where a page has no such section.
     """
     results = read_results(folder)
     if not results:
         raise ValueError(f"{folder} holds no result. Run the rows first.")
-    commits = sorted({run["commit"] for runs in results.values() for run in runs})
-    if len(commits) > 1:
-        raise ValueError(f"{folder} mixes results of the commits {commits}. Run all rows at one commit.")
+    commits = commits_by_table(results)
     headline = {label: runs for (name, label), runs in results.items() if name == "headline"}
+    repeated = {
+        f"{name}, {label}": runs for (name, label), runs in results.items() if name != "headline" and len(runs) > 1
+    }
     summary = intervals(headline) if headline else {}
+    # By themselves, so that the headline's draws do not depend on what else is there.
+    others = intervals(headline | repeated) if headline and repeated else {}
     text = markdown(results)
-    for label, values in summary.items():
+    for label, values in (others | summary).items():
         low, high = values["interval"]
         text += f"\n{label}: {values['mean']:.4f} [{low:.4f}, {high:.4f}]"
         gain = values.get("gain_over_dspark_ft")
         text += f", over dspark_ft {gain[0]:+.2f} % [{gain[1]:+.2f}, {gain[2]:+.2f}]\n" if gain else "\n"
+    commit = commits.get("headline", next(iter(commits.values())))
+    later = {name: other for name, other in commits.items() if other != commit}
+    if later:
+        rows = "; ".join(f"{name} at commit {other}" for name, other in later.items())
+        text += f"\nMeasured at commit {commit}; {rows}.\n"
     print(text)
     if table is not None:
         table.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +127,7 @@ def write_summary(folder: Path, table: Path | None, results_path: Path | None, s
         table.write_text(page, encoding="utf-8")
     if results_path is not None:
         # On the machine that ran the rows, which need not be this one.
-        update_results(results_path, {"acceptance_length": summary}, None, commits[0])
+        update_results(results_path, {"acceptance_length": summary}, None, commit)
 
 
 def placed(text: str, page: str, section: str) -> str:

@@ -5,7 +5,8 @@
 
 As `train_dflash`, from the same rows: the target's taps and last hidden rows are computed once and kept on the
 device. The loss is DSpark's own, 0.1 cross entropy + 0.9 L1 + 1.0 confidence. `--initial` may name a DSpark drafter
-or a DFlash drafter of the same widths, whose backbone is then taken over.
+or a DFlash drafter of the same widths, whose backbone is then taken over. A run ends annealed, after `--seconds` or
+after `--max-steps`.
 """
 
 from __future__ import annotations
@@ -112,12 +113,13 @@ def main(arguments: list[str] | None = None) -> None:
         store = DSparkStore(target, answer_rows(options), list(drafter.target_layer_ids), options.longest)
     objective = DraftingObjective(drafter, LossWeights(confidence=1.0), options.blocks_per_chunk)
     optimizer = MasterAdamW(drafter, options.learning_rate, options.weight_decay, muon=True)
-    clock, step, log, next_save = Clock(options.seconds, time.monotonic()), 0, [], options.save_seconds
-    while clock.progress < 1.0 and step < options.max_steps:
+    clock, log = Clock(options.seconds, time.monotonic(), options.max_steps), []
+    next_save = options.save_seconds
+    while clock.step < options.max_steps and clock.progress < 1.0:
         output = objective(*store.batch(options.rows, options.anchors))
         output.loss.backward()
         optimizer.step(schedule(clock.progress))
-        step += 1
+        clock.step = step = clock.step + 1
         if step % 200 == 0 or step <= 3:
             accepted, loss = round(estimate(output), 3), round(output.loss.item(), 4)
             log.append({"step": step, "seconds": round(clock.elapsed, 1), "loss": loss, "acceptance": accepted})
@@ -128,7 +130,7 @@ def main(arguments: list[str] | None = None) -> None:
     save_drafter(drafter, options.output)
     (options.output / "train_log.json").write_text(json.dumps(log, indent=1))
     parameters = sum(p.numel() for p in drafter.parameters()) / 1e6
-    print(f"{len(store)} rows, {step} steps, {parameters:.2f} M parameters", flush=True)
+    print(f"{len(store)} rows, {clock.step} steps, {parameters:.2f} M parameters", flush=True)
 
 
 if __name__ == "__main__":

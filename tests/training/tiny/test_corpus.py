@@ -6,12 +6,14 @@ import zipfile
 from random import Random
 
 import numpy as np
+import pytest
 
-from training.tiny import packages
+from training.tiny import pack, packages
 from training.tiny.build_corpus import write_gsm
 from training.tiny.dialogues import HELDOUT_TEMPLATES, completion_dialogues, continuation_dialogues, gsm_dialogues
 from training.tiny.documents import is_heldout, parse_chat, read_dialogues, read_documents
 from training.tiny.pack import one_per_row, pack_rows, read_rows
+from training.tiny.regenerate import save_answers
 from training.tiny.sources import SOURCES, Source
 
 
@@ -105,6 +107,23 @@ def test_packed_text_is_the_corpus(tiny_run, tokenizer):
     text = tokenizer.decode(rows[0].tolist())
     assert text.startswith("<|im_start|>user\nAnn has")
     assert rows.shape[1] == 64
+
+
+def test_answers_are_packed_as_a_corpus_of_their_own(tmp_path, tiny_run, tokenizer):
+    answers = [[n] * (5 + n) for n in range(1, 9)]
+    save_answers(tmp_path / "answers.npz", answers, [2] * len(answers))
+    output, end = tmp_path / "packed", tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    words = ["--answers", str(tmp_path / "answers.npz"), "--tokenizer", str(tiny_run.tokenizer)]
+    pack.main([*words, "--output", str(output), "--length", "16", "--heldout-rows", "2"])
+    train, heldout = (read_rows(output, half, "answers") for half in ("train", "heldout"))
+    # Whole rows, prompt included, each with one end; what is held out is not trained on.
+    assert heldout.shape == (2, 16) and all(row[-1] == end for row in heldout)
+    kept_out = {int(row[0]) for row in heldout}
+    trained = set(train.ravel().tolist()) - {end}
+    assert trained and not trained & kept_out and trained | kept_out <= set(range(1, 9))
+    assert [int((row == row[0]).sum()) for row in heldout] == [5 + int(row[0]) for row in heldout]
+    with pytest.raises(SystemExit):
+        pack.main([*words, "--corpus", str(tiny_run.corpus), "--output", str(output)])
 
 
 def _tar(path, files):
