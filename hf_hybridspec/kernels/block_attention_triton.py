@@ -235,8 +235,12 @@ def _combine_kernel(
     b_total = tl.load(p_statistics + 1, mask=m_p, other=0.0)
     b_weight = tl.exp2(b_max - tl.max(b_max, axis=0))
     total = tl.sum(b_weight * b_total, axis=0)
-    b_sum = tl.sum(b_part * b_weight[:, None], axis=0)
-    tl.store(output + i_row * D + o_d, (b_sum / total).to(output.dtype.element_ty), mask=m_d)
+    b_out = (tl.sum(b_part * b_weight[:, None], axis=0) / total).to(output.dtype.element_ty)
+    # The warp's lanes hold copies of the sums. As a tile of copies, of which one is stored, none has to move.
+    COPIES: tl.constexpr = 128 // BD if BD < 128 else 1
+    o_copy = tl.arange(0, COPIES)
+    p_out = output + i_row * D + o_d[None, :] + 0 * o_copy[:, None]
+    tl.store(p_out, tl.broadcast_to(b_out[None, :], (COPIES, BD)), mask=(o_copy == 0)[:, None] & m_d[None, :])
 
 
 def attention_inputs(projected, norms: HeadNorms, cos, sin, key_cache, value_cache, committed, eps) -> torch.Tensor:

@@ -73,7 +73,7 @@ def prefetch_rows(
     """Asks for COLUMNS columns of the weight rows `o_n`, a cache line of 128 bytes each, before anything waits."""
     if OVERLAPS and COLUMNS > 0:
         LINE: tl.constexpr = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
-        o_k = first_k + tl.arange(0, COLUMNS // LINE) * LINE
+        o_k = first_k + tl.arange(0, (COLUMNS + LINE - 1) // LINE) * LINE
         # What lies past the end is asked for at the last row and column, which are read anyway.
         p_lines = weight + tl.minimum(o_n, N - 1)[:, None].to(tl.int64) * stride_n
         _prefetch(p_lines + tl.minimum(o_k, K - 1)[None, :] * stride_k)

@@ -203,6 +203,18 @@ def test_counters_serve_the_next_call(before, triton_device):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter asks for nothing ahead")
+@pytest.mark.parametrize("block_k", [16, 32, 64])
+def test_steps_of_less_than_a_cache_line_are_asked_for_ahead(block_k, triton_device):
+    block = _block(3, 12, 3, 64, 32, 32, device=triton_device)
+    tile = replace(TILES["expert_gate_up"], block_n=16, block_k=block_k, overlaps=True, prefetch=1)
+    expected = _run("triton", block, 3)[1]
+    with use_tiles({"expert_gate_up": tile}):
+        actual = _run("triton", block, 3)[1]
+    torch.testing.assert_close(actual.values, expected.values, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="programs wait for one another on a device alone")
 @pytest.mark.parametrize("num_rows", [1, 6, 16])
 def test_many_programs_wait_for_one_another(num_rows, triton_device):
