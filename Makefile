@@ -1,6 +1,6 @@
 PYTHON ?= python
 
-.PHONY: style lint test test-gpu bench bench-gpu structure readme
+.PHONY: style lint test test-gpu bench bench-gpu sanitize structure readme
 
 style:
 	$(PYTHON) -m ruff check --fix .
@@ -23,6 +23,10 @@ bench:
 
 bench-gpu:
 	$(PYTHON) -m benchmarks.h200 --output benchmarks/results $(if $(PEERS),--peers $(PEERS))
+
+sanitize:
+	$(PYTHON) -m benchmarks.sanitize --tool memcheck --output benchmarks/results/memcheck_h200.json
+	$(PYTHON) -m benchmarks.sanitize --tool racecheck --output benchmarks/results/racecheck_h200.json
 
 structure:
 	$(PYTHON) docs/structure.py

@@ -138,7 +138,7 @@ def _first_half(
     num_rows, stride_xn, stride_xk, stride_sr, stride_se, stride_we, stride_wn, stride_wk, stride_vn, stride_vk,
     H: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
     TOP_K: tl.constexpr, CHOICES: tl.constexpr, SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Activations of tile `i_n` of the expert at place `i_p`; `arrived[i_p]` counts the tiles that are written."""
     o_r, o_n = tl.arange(0, SMALL), i_n * BN + tl.arange(0, BN)
@@ -251,8 +251,8 @@ def _experts_kernel(
     H: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
     TOP_K: tl.constexpr, CHOICES: tl.constexpr, SMALL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     BN_DOWN: tl.constexpr, BK_DOWN: tl.constexpr, UP_TILES: tl.constexpr, DOWN_TILES: tl.constexpr,
-    MOST_TILES: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
+    MOST_TILES: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     i_program = tl.program_id(0)
     num_first = (num_rows * TOP_K + 1) * UP_TILES
@@ -266,7 +266,7 @@ def _experts_kernel(
             i_program % UP_TILES, i_program // UP_TILES, arrived, rows, squares, top_k_index, slots, gate_up,
             shared_gate_up, routed_rows, shared_rows, eps, num_rows, stride_xn, stride_xk, stride_sr, stride_se,
             stride_ue, stride_un, stride_uk, stride_vn, stride_vk, H, INNER, SHARED, PARTS, PADDED, TOP_K, CHOICES,
-            SMALL, BN, BK, PRECISION, EARLY, OVERLAPS, PREFETCH,
+            SMALL, BN, BK, PRECISION, EARLY, OVERLAPS,
         )  # fmt: skip
     else:
         i_second = i_program - num_first

@@ -1,5 +1,7 @@
 """What calibration times: the rounds that the pair will run, captured or eager, and the kernels behind them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from hf_hybridspec.calibration import calibrate as calibration
 from hf_hybridspec.calibration import fused_latency, latency
 from hf_hybridspec.calibration.calibrate import CalibrationPlan, calibrate
 from hf_hybridspec.calibration.capture import Prompt
+from hf_hybridspec.calibration.timed_decode import TimedDecode
 from hf_hybridspec.generation import round_engine
 from hf_hybridspec.generation.pair_identity import pair_identity
 from hf_hybridspec.generation.round_engine import eager_device_rounds
@@ -109,6 +112,22 @@ def test_stage_0_is_timed_at_every_length_and_experts_at_several_counts(pair, mo
     top_k = target.config.num_experts_per_tok
     # Equal rows select one row's experts, and more different rows more of them.
     assert keys[1][0] == top_k and keys[1] == sorted(keys[1]) and len(set(keys[1])) == len(keys[1]) == 4
+
+
+def test_a_measured_round_does_not_pay_for_its_call(monkeypatch):
+    """Ten seconds a call on top of a second a round: with fewer rounds at longer lengths they would tilt the fit."""
+
+    def decode(target, input_ids, settings, drafter, policy, **options):
+        num_rounds = 12 if policy is None else 24 // policy.length
+        statistics = None if policy is None else SimpleNamespace(rounds=num_rounds)
+        return TimedDecode(tuple(range(13)), 10.0 + num_rounds, statistics, None if num_rounds < 2 else 1.0)
+
+    monkeypatch.setattr(latency, "timed_decode", decode)
+    prompts = [Prompt("p", "kind", torch.zeros(1, 3, dtype=torch.int64))]
+    times = latency.measure_rounds(None, SimpleNamespace(num_draft_tokens=15), prompts, None, "eager")
+    # A block of 13 rows or more needs one round here, and the call is all that was timed.
+    assert times.by_length == (1.0,) * 11 + (11.0,) * 4
+    assert times.autoregressive == 1.0
 
 
 def test_a_dense_target_has_no_experts_to_time():
