@@ -45,8 +45,8 @@ def test_a_dry_run_measures_every_length_and_routing(monkeypatch, tmp_path):
         assert rows[routing, 4]["floor_ms"] > rows[routing, 1]["floor_ms"]
     assert report["ar_context_32"]["ar_ms"] > 0 and report["skipped_phases"] == 0
     assert report["pieces_length_1"]["router"]["launches"] == 4
-    assert set(report["variants"]) == {"1", "6", "16", "other_bits"} and not report["variants"]["other_bits"]
-    assert {"as given", "none", "narrow"} <= set(report["variants"]["16"])
+    assert set(report["variants"]) == {"1", "4", "other_bits"} and not report["variants"]["other_bits"]
+    assert {"as given", "none", "narrow"} <= set(report["variants"]["4"])
     assert report["rows_against_16_rows"]["15"]["same_argmax"] == 1
 
 
