@@ -12,6 +12,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -137,6 +138,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSON file, saved after every process")
     parser.add_argument("--commit", help="the commit measured, where the files have no git history")
     options = parser.parse_args(arguments)
+    if shutil.which("compute-sanitizer") is None:
+        parser.exit(2, "compute-sanitizer was not found. It comes with the CUDA toolkit; add its folder to PATH.\n")
     run, tests = Run(options), collect(options.tests)
     shards = run.shards(tests)
     print(f"{options.tool}: {sum(map(len, shards))} of {len(tests)} tests", flush=True)

@@ -69,7 +69,8 @@ def _producer_kernel(
     wait_for_previous(OVERLAPS)
     let_next_start(OVERLAPS and EARLY)
     b_squares = load_squares(squares, o_r, m_r, PARTS, PADDED, SMALL)
-    # All that the end of a tile needs is asked for here, where nobody waits for it.
+    # What the end of a tile needs is asked for here, where nobody waits for it. The end reads the weights of the
+    # convolution once more, from a cache.
     m_c, o_a = o_n < C, o_n - C - Z - HEADS
     m_a = (o_a >= 0) & (o_a < HEADS)
     b_rate = tl.load(A_log + o_a, mask=m_a, other=0.0).to(tl.float32)

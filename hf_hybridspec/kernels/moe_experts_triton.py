@@ -256,6 +256,7 @@ def _experts_kernel(
 ):  # fmt: skip
     i_program = tl.program_id(0)
     num_first = (num_rows * TOP_K + 1) * UP_TILES
+    # Counters: one a tile of the output, as many as there may be, then one a place.
     arrived = counters + MOST_TILES
     if PREFETCH > 0:
         # The router leaves the memory idle: time to ask for the shared expert, which does not depend on it.

@@ -70,6 +70,13 @@ def test_a_run_is_saved_and_goes_on(tool, tmp_path, capsys):
     assert json.loads(output.read_text())["tests"][name] == "clean"
 
 
+def test_a_missing_tool_is_named(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit):
+        sanitize.main(["--tool", "memcheck", "--output", str(tmp_path / "found.json")])
+    assert "compute-sanitizer was not found" in capsys.readouterr().err
+
+
 def test_without_time_nothing_begins(tool, tmp_path):
     output = tmp_path / "found.json"
     options = ["--tool", "memcheck", "--tests", "tests/kernels/test_rotary.py", "--output", str(output)]
