@@ -41,15 +41,25 @@ FAILED [ 50%]
     assert sanitize.outcomes(log, TESTS) == {TESTS[0]: "skipped", TESTS[1]: "stopped the tool"}
 
 
-@pytest.fixture
-def tool(tmp_path, monkeypatch):
-    """Stands for compute-sanitizer: runs what follows its options and adds what a file says."""
-    script = tmp_path / "bin" / "compute-sanitizer"
-    script.parent.mkdir()
+FINDS = """case "$*" in *benchmarks.sanitizer_control*)
+echo "========= Invalid __global__ write of size 4 bytes"
+echo "=========     at _control_kernel+0x1e0"
+exit 1;; esac"""
+
+
+def _play(folder, monkeypatch, *lines: str) -> None:
+    """A stand-in for compute-sanitizer: does what the lines say, then runs what follows its options."""
+    script = folder / "bin" / "compute-sanitizer"
+    script.parent.mkdir(exist_ok=True)
     loop = 'while [ "$2" != -m ]; do shift; done'
-    script.write_text("\n".join(("#!/bin/sh", 'echo "========= COMPUTE-SANITIZER"', loop, 'exec "$@"', "")))
+    script.write_text("\n".join(("#!/bin/sh", 'echo "========= COMPUTE-SANITIZER"', *lines, loop, 'exec "$@"', "")))
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.fixture
+def tool(tmp_path, monkeypatch):
+    _play(tmp_path, monkeypatch, FINDS)
 
 
 def test_a_run_is_saved_and_goes_on(tool, tmp_path, capsys):
@@ -58,6 +68,7 @@ def test_a_run_is_saved_and_goes_on(tool, tmp_path, capsys):
     options += ["--output", str(output), "--commit", "abc"]
     sanitize.main(options)
     report = json.loads(output.read_text())
+    assert report["control"] == "Invalid __global__ write of size 4 bytes"
     assert report["tool"] == "racecheck" and report["environment"]["commit"] == "abc"
     assert set(report["counts"]) == {"clean"} and report["counts"]["clean"] == len(report["tests"]) > 4
 
@@ -68,6 +79,21 @@ def test_a_run_is_saved_and_goes_on(tool, tmp_path, capsys):
     sanitize.main(options)
     assert capsys.readouterr().out.startswith(f"racecheck: 1 of {len(report['tests'])} tests")
     assert json.loads(output.read_text())["tests"][name] == "clean"
+
+
+def test_a_tool_that_finds_no_fault_checks_nothing(tmp_path, monkeypatch):
+    _play(tmp_path, monkeypatch, "exec true")
+    with pytest.raises(SystemExit, match="memcheck has not found the fault of the control"):
+        sanitize.main(["--tool", "memcheck", "--output", str(tmp_path / "found.json")])
+
+
+def test_what_fails_with_memory_of_its_own_runs_once_more(tmp_path, monkeypatch):
+    cannot = """case "$PYTORCH_NO_CUDA_MEMORY_CACHING" in 1)
+for test in "$@"; do case "$test" in *::*) echo "$test FAILED [ 50%]";; esac; done; exit 1;; esac"""
+    _play(tmp_path, monkeypatch, FINDS, cannot)
+    output = tmp_path / "found.json"
+    sanitize.main(["--tool", "memcheck", "--tests", "tests/kernels/test_rotary.py", "--output", str(output)])
+    assert set(json.loads(output.read_text())["counts"]) == {"clean"}
 
 
 def test_a_missing_tool_is_named(monkeypatch, tmp_path, capsys):
