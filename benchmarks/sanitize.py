@@ -7,7 +7,7 @@ A test is clean if it passes and the tool has no finding while it runs. Where a 
 behind it run again in a new process. Kernels of libraries are left out; that ours are not is seen first, by a fault
 that the tool has to find (`sanitizer_control`). Under memcheck every tensor has memory of its own, so that no
 neighbour hides what lies beyond its end; tests that capture graphs, which cannot allocate so, run once more with
-PyTorch's pools.
+PyTorch's pools. Under racecheck, which takes seconds a launch, long tests ask for fewer launches (`watches_races`).
 """
 
 import argparse
@@ -81,6 +81,7 @@ def run_process(tool: str, command: list[str], seconds: float, pools: bool = Tru
     for name in LEFT_OUT:
         watched += ["--kernel-name-exclude", f"kns={name}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({} if pools else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+    environment["WATCHES_RACES"] = str(int(tool == "racecheck"))
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             watched + command,

@@ -185,9 +185,10 @@ def test_triton_inputs_in_bf16_round_as_the_reference(num_rows):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("committed", [0, 100, 2048, 33000])
 @pytest.mark.parametrize(("queries", "heads", "size"), [(16, 2, 256), (24, 4, 256), (32, 8, 128)])
-def test_triton_is_near_fp32(queries, heads, size, committed, dtype):
-    for num_rows in (1, 2, 3, 6, 8, 16):
-        for span in (SPANS[0], SPANS[1], (True, 2048, False), (False, 2048, True)):
+def test_triton_is_near_fp32(queries, heads, size, committed, dtype, watches_races):
+    spans = SPANS[0], SPANS[1], (True, 2048, False), (False, 2048, True)
+    for num_rows in (16,) if watches_races else (1, 2, 3, 6, 8, 16):
+        for span in spans[:1] if watches_races and committed > 2048 else spans:
             block = _block((num_rows, queries, heads, size), committed, "cuda", dtype)
             wide = *(tensor.float() for tensor in block[:3]), block[3]
             tolerance = TOLERANCE if dtype == torch.float32 else BF16_TOLERANCE
@@ -199,11 +200,11 @@ def test_triton_is_near_fp32(queries, heads, size, committed, dtype):
 @pytest.mark.gpu
 @gpu
 @pytest.mark.parametrize("committed", [0, 127, 2047, 33000])
-def test_a_row_does_not_depend_on_the_rows_after_it(committed):
+def test_a_row_does_not_depend_on_the_rows_after_it(committed, watches_races):
     block = _block((16, 16, 2, 256), committed, "cuda", torch.bfloat16)
     query, *rest = block
     expected = _attend("triton", block, SPANS[0])
-    for num_rows in (1, 2, 3, 4, 6, 8, 12):
+    for num_rows in (1,) if watches_races else (1, 2, 3, 4, 6, 8, 12):
         assert torch.equal(_attend("triton", (query[:num_rows], *rest), SPANS[0]), expected[:num_rows]), num_rows
     # The same row as the first of a later block: what decoding one by one computes.
     last = torch.tensor([committed + 15], dtype=torch.int32, device="cuda")

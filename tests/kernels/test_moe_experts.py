@@ -219,11 +219,12 @@ def test_steps_of_less_than_a_cache_line_are_asked_for_ahead(block_k, triton_dev
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="programs wait for one another on a device alone")
 @pytest.mark.parametrize("num_rows", [1, 6, 16])
-def test_many_programs_wait_for_one_another(num_rows, triton_device):
+def test_many_programs_wait_for_one_another(num_rows, triton_device, watches_races):
     """More programs than run at once, launch after launch: nothing hangs, and every launch gives the same bits."""
-    rows, scale, router, weights = _block(num_rows, 256, 8, 2048, 512, 512, device=triton_device)
+    hidden = 256 if watches_races else 2048
+    rows, scale, router, weights = _block(num_rows, 256, 8, hidden, 512, 512, device=triton_device)
     weights = ExpertWeights(**{name: tensor.bfloat16() for name, tensor in vars(weights).items()})
-    counters = torch.zeros(num_counters(2048, 8 * num_rows), dtype=torch.int32, device=triton_device)
+    counters = torch.zeros(num_counters(hidden, 8 * num_rows), dtype=torch.int32, device=triton_device)
     residual = residual_rows(rows.bfloat16(), scale)
     # One routing for both: a near-tie would give a row another expert.
     routed = route_rows(residual, router.bfloat16(), 8, EPS)
@@ -236,9 +237,9 @@ def test_many_programs_wait_for_one_another(num_rows, triton_device):
     expected, first = run("reference").float(), run("triton")
     # Of rows that are a hundred times as long as their residual: roundings of the activations.
     assert (first.float() - expected).norm() / expected.norm() < 1e-2
-    for _ in range(50):
+    for _ in range(1 if watches_races else 50):
         assert torch.equal(run("triton"), first)
-    assert not counters[: most_tiles(2048)].any() and not (counters % 2**16).any()
+    assert not counters[: most_tiles(hidden)].any() and not (counters % 2**16).any()
 
 
 def test_errors_name_what_is_given_and_allowed():
