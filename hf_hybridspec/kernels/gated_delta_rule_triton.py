@@ -252,8 +252,12 @@ def _verify_kernel(
     else:
         b_attend = _copies(b_attend[None], COPIES)
         b_output = _read_state(b_query, b_high, b_low, COLUMNS)
-        b_wide = b_query.to(tl.float32)
-        b_query_squares = (tl.sum(b_wide * b_wide, axis=1) + 1e-6)[None]
+        if K == BK:
+            b_query_squares = (tl.sum(b_query.to(tl.float32) * b_query.to(tl.float32), axis=1) + 1e-6)[None]
+        else:
+            # All lanes of a warp would hold copies of such sums, and would write them to one address.
+            b_square = _copies(tl.dot(b_query, tl.trans(b_query), input_precision="ieee")[None], COPIES)
+            b_query_squares = tl.sum(tl.where(m_same, b_square, 0.0), axis=2) + 1e-6
     b_key_scale, b_query_scale = tl.rsqrt(b_squares), tl.rsqrt(b_query_squares) * scale
 
     # 3. Gamma, with the exponents of later rows masked before they can overflow. A row's sum of decays is the same

@@ -21,11 +21,14 @@ tests/k.py::second ========= Error: Race reported between Write access at kernel
 =========     and Write access at kernel+0xb90 [2940 hazards]
 =========
 PASSED                                                                   [ 50%]
-tests/k.py::third FAILED                                                 [ 75%]
+tests/k.py::third ========= Program hit cudaErrorStreamCaptureInvalidated (error 901) due to "operation failed"
+=========     Saved host backtrace up to driver entry point at error
+FAILED                                                 [ 75%]
 tests/k.py::fourth """
     assert sanitize.outcomes(log, TESTS) == {
         TESTS[0]: "clean",
-        TESTS[1]: "finding: Error: Race reported between Write access at kernel+0xb90",
+        TESTS[1]: "finding: Error: Race reported between Write access at kernel+0xb90 "
+        "and Write access at kernel+0xb90 [2940 hazards]",
         TESTS[2]: "failed",
         TESTS[3]: "not finished",
     }
@@ -116,6 +119,12 @@ def test_what_did_not_end_before_runs_alone(tmp_path):
     report["tests"] = {TESTS[0]: "clean", TESTS[1]: "not finished", TESTS[2]: "failed"}
     output.write_text(json.dumps(report))
     options = {"tool": "racecheck", "commit": "abc", "output": output, "seconds": 1.0, "processes": 2}
+    options["clean_before"] = None
     assert sanitize.Run(Namespace(**options)).shards(TESTS) == [[TESTS[1]], [TESTS[2]], [TESTS[3]]]
     # Another commit's outcomes say nothing.
-    assert sanitize.Run(Namespace(**options | {"commit": "def"})).shards(TESTS) == [TESTS[::2], TESTS[1::2]]
+    options["commit"] = "def"
+    assert sanitize.Run(Namespace(**options)).shards(TESTS) == [TESTS[::2], TESTS[1::2]]
+    # Unless the caller says that only what was not clean has changed.
+    run = sanitize.Run(Namespace(**options | {"output": tmp_path / "new.json", "clean_before": output}))
+    assert run.shards(TESTS) == [[TESTS[1], TESTS[3]], [TESTS[2]]]
+    assert run.report["clean_before"] == {"commit": "abc", "tests": 1}

@@ -72,10 +72,12 @@ def test_triton_equals_reference(num_rows, layers, heads, size, hidden, triton_d
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter's bf16 products are wrong")
 @pytest.mark.parametrize(("layers", "heads", "size", "hidden"), [(6, 8, 128, 2048), (5, 2, 256, 2048)])
 def test_triton_in_bf16_is_near_the_reference(layers, heads, size, hidden):
-    sizes = (16, layers, heads, size, hidden, "cuda", torch.bfloat16)
-    for result, expected in zip(_written("triton", *sizes), _written("reference", *sizes), strict=True):
+    sizes = 16, layers, heads, size, hidden
+    # On the CPU: racecheck is stopped by the products of cuBLAS that the reference would take.
+    expected = _written("reference", *sizes, "cpu", torch.bfloat16)
+    for result, near in zip(_written("triton", *sizes, "cuda", torch.bfloat16), expected, strict=True):
         # A few roundings to bf16 of values of order one.
-        torch.testing.assert_close(result, expected, atol=6e-2, rtol=2e-2)
+        torch.testing.assert_close(result.cpu(), near, atol=6e-2, rtol=2e-2)
 
 
 def test_rows_beyond_the_cache_are_dropped(triton_device):
