@@ -17,6 +17,7 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.environment import describe_environment
+from benchmarks.routing_bound import trace_with_known_experts
 from hf_hybridspec.bench.floor_costs import TargetBytes, floor_costs
 from hf_hybridspec.bench.report import table
 from hf_hybridspec.bench.scripted_routing import RoutingScript, with_scripted_routing
@@ -112,7 +113,20 @@ def summarise(results: dict[str, dict[str, TraceResult]]) -> dict[str, float]:
     }
 
 
-def markdown(results: dict[str, dict[str, TraceResult]], summary: dict[str, float], description: str) -> str:
+def most_of_correction(
+    profile: CalibrationProfile, rounds: RoundArrays, results: dict[str, dict[str, TraceResult]]
+) -> dict[str, float]:
+    """Kind -> what a rule that knows all experts wins over nominal only: more than any routing correction can."""
+    return {
+        kind: trace_with_known_experts(profile, rounds[rounds.kind == kind]).tokens_per_second
+        / cells["nominal"].tokens_per_second
+        for kind, cells in results.items()
+    }
+
+
+def markdown(
+    results: dict[str, dict[str, TraceResult]], summary: dict[str, float], most: dict[str, float], description: str
+) -> str:
     """Tables of a run."""
     names = [name for name in next(iter(results.values())) if ":" not in name]
     kinds = list(results)
@@ -136,6 +150,10 @@ def markdown(results: dict[str, dict[str, TraceResult]], summary: dict[str, floa
         + ".",
         "",
         *table(["worst ratio of all kinds", ""], [[name, f"{value:.3f}"] for name, value in summary.items()]),
+        "",
+        "A rule that knows the experts of every layer before it chooses, for nothing, over nominal only: "
+        + ", ".join(f"{kind} {value:.3f}" for kind, value in most.items())
+        + ". No routing correction can win more.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -163,10 +181,11 @@ def main() -> None:
     profile = calibrate(calibration, known, settings.pair, script, source)
     costs = ModelledCosts(profile.costs, profile.routing, source.description)
     results = {kind: measure(profile, unseen[unseen.kind == kind], costs) for kind in sorted(set(unseen.kind))}
-    summary = summarise(results)
+    summary, most = summarise(results), most_of_correction(profile, unseen, results)
     quality = assess(predict_prefix(profile.acceptance, unseen), unseen, held_out=True)
     content = {
         **summary,
+        "all_experts_known_over_nominal": most,
         "calibration_error": quality.calibration_error,
         "times": costs.description,
         "routing_correlation": profile.quality.routing_correlation,
@@ -176,7 +195,7 @@ def main() -> None:
         "results": {kind: {name: asdict(cell) for name, cell in cells.items()} for kind, cells in results.items()},
     }
     write_atomically(options.output / f"{source.file_name}.json", json.dumps(content, indent=1) + "\n")
-    page = markdown(results, summary, costs.description)
+    page = markdown(results, summary, most, costs.description)
     write_atomically(options.output / f"{source.file_name}.md", page)
     print(page)
 

@@ -42,6 +42,16 @@ class TraceResult:
     rounds: int
     lengths: dict[int, int]
 
+    @classmethod
+    def of(cls, executed: list[ExecutedRound], seconds: float) -> "TraceResult":
+        """The sums of executed rounds that took some seconds together."""
+        return cls(
+            tokens=sum(run.num_emitted for run in executed),
+            seconds=seconds,
+            rounds=len(executed),
+            lengths=dict(sorted(Counter(run.length for run in executed).items())),
+        )
+
     @property
     def tokens_per_second(self) -> float:
         """Pooled throughput."""
@@ -98,12 +108,7 @@ class ModelledCosts:
 def run_trace(policy: LengthPolicy, rounds: RoundArrays, costs: CostSource) -> TraceResult:
     """Lets a policy choose the length of every recorded round."""
     executed = [execute(policy, rounds, index) for index in range(rounds.num_rounds)]
-    return TraceResult(
-        tokens=sum(run.num_emitted for run in executed),
-        seconds=costs.seconds(rounds, executed),
-        rounds=len(executed),
-        lengths=dict(sorted(Counter(run.length for run in executed).items())),
-    )
+    return TraceResult.of(executed, costs.seconds(rounds, executed))
 
 
 def execute(policy: LengthPolicy, rounds: RoundArrays, index: int) -> ExecutedRound:
