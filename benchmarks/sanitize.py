@@ -154,6 +154,7 @@ class Run:
         """Runs tests until all have begun or time is up."""
         found = self._through(tests, pools=self._options.tool != "memcheck")
         if self._options.tool == "memcheck" and (failed := [test for test in tests if found.get(test) == "failed"]):
+            self.report["tests"] |= dict.fromkeys(failed, "not finished")
             self._through(failed, pools=True)
 
     def _through(self, tests: list[str], pools: bool) -> dict[str, str]:

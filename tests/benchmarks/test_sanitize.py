@@ -98,6 +98,17 @@ for test in "$@"; do case "$test" in *::*) echo "$test FAILED [ 50%]";; esac; do
     sanitize.main(["--tool", "memcheck", "--tests", "tests/kernels/test_rotary.py", "--output", str(output)])
     assert set(json.loads(output.read_text())["counts"]) == {"clean"}
 
+    # Without time for the second run nothing is known of them.
+    monkeypatch.setattr(sanitize.Run, "_through", first_alone(sanitize.Run._through))
+    output.unlink()
+    sanitize.main(["--tool", "memcheck", "--tests", "tests/kernels/test_rotary.py", "--output", str(output)])
+    assert set(json.loads(output.read_text())["counts"]) == {"not finished"}
+
+
+def first_alone(through):
+    """Runs with memory of their own, and none with pools."""
+    return lambda self, tests, pools: {} if pools else through(self, tests, pools)
+
 
 def test_a_missing_tool_is_named(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
