@@ -151,10 +151,10 @@ class RoundEngine:
         """How this call accepts tokens; `seed` comes with the first token."""
         if not plan.do_sample:
             return self._acceptances.setdefault("greedy", GreedyAcceptance())
-        kind = "filtered" if plan.is_filtered else "sampled"
-        if kind not in self._acceptances:
-            self._acceptances[kind] = SampledAcceptance(self._device, plan.is_filtered)
-        acceptance = self._acceptances[kind]
+        acceptance = self._acceptances.get(plan.filtering.value)
+        if acceptance is None:
+            acceptance = SampledAcceptance(self._device, plan.filtering)
+            self._acceptances[acceptance.kind] = acceptance
         acceptance.settings.set(plan.temperature, plan.top_k, plan.top_p, plan.min_p)
         return acceptance
 

@@ -22,6 +22,7 @@ from hf_hybridspec.generation.device_round import (
 from hf_hybridspec.generation.draft_session import DraftSession
 from hf_hybridspec.generation.verification import TokenVerifier
 from hf_hybridspec.kernels.round_steps import RoundState
+from hf_hybridspec.kernels.sampling import Filtering
 from hf_hybridspec.modeling.split_forward import SplitForward
 from hf_hybridspec.modeling.taps import Taps
 from hf_hybridspec.modeling.target import input_embedding, text_model
@@ -131,6 +132,11 @@ def test_a_policy_decides_as_in_the_eager_loop(policy_class, kind, target_pairs)
 SAMPLING = {
     "sampled": ([TemperatureLogitsWarper(0.7)], (0.7, 1000, 1.0, 0.0), {"temperature": 0.7, "top_k": 0}),
     "filtered": (
+        [TemperatureLogitsWarper(1.3), TopKLogitsWarper(70), TopPLogitsWarper(0.9), MinPLogitsWarper(0.02)],
+        (1.3, 70, 0.9, 0.02),
+        {"temperature": 1.3, "top_k": 70, "top_p": 0.9, "min_p": 0.02},
+    ),
+    "few": (
         [TemperatureLogitsWarper(1.3), TopKLogitsWarper(20), TopPLogitsWarper(0.9), MinPLogitsWarper(0.02)],
         (1.3, 20, 0.9, 0.02),
         {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
@@ -153,7 +159,7 @@ def test_sampling_with_equal_uniforms(kind, target_pairs):
         set_seed(seed)
         verifier = TokenVerifier(LogitsProcessorList(warpers), True)
         sequence = Sequence(pair, drafters[1], verifier)
-        acceptance = SampledAcceptance(torch.device("cpu"), is_filtered=kind == "filtered")
+        acceptance = SampledAcceptance(torch.device("cpu"), Filtering(kind))
         acceptance.seed.fill_(verifier.uniforms.seed), acceptance.settings.set(*settings)
         assert acceptance.kind == kind
         tokens = sequence.run(sequence.round.drafting_program(Full(), acceptance))
