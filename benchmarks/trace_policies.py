@@ -168,11 +168,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=Path, required=True, help="file of captured rounds")
     parser.add_argument("--output", type=Path, required=True, help="folder for the results")
     parser.add_argument("--seed", type=int, default=0)
+    spread = RoutingScript.spread
+    parser.add_argument("--spread", type=float, default=spread, help=f"of a layer's new experts by row ({spread:g})")
     parser.add_argument("--costs", type=Path, help="report of policies_h200, whose measured costs are taken")
     options = parser.parse_args()
 
     settings, prompts = read_rounds(options.rounds)
-    script = RoutingScript()
+    script = RoutingScript(spread=options.spread)
     calibration, test = split([prompt for prompt in prompts if prompt.rounds], options.seed)
     known = with_scripted_routing(RoundArrays.of(calibration), script, options.seed)
     unseen = with_scripted_routing(RoundArrays.of(test), script, options.seed + 1)
@@ -188,6 +190,7 @@ def main() -> None:
         "all_experts_known_over_nominal": most,
         "calibration_error": quality.calibration_error,
         "times": costs.description,
+        "spread": script.spread,
         "routing_correlation": profile.quality.routing_correlation,
         "calibration_rounds": known.num_rounds,
         "test_rounds": unseen.num_rounds,
