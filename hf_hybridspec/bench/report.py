@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..calibration.profile import CalibrationProfile, write_atomically
-from .summary import ALL_KINDS, Cell
+from .summary import ALL_KINDS, AlikeTexts, Cell
 from .systems import SYSTEMS
 
 
@@ -16,16 +16,26 @@ def write_report(
     settings: dict[str, Any],
     profile: CalibrationProfile | None,
     is_greedy: bool,
+    alike: AlikeTexts | None = None,
 ) -> None:
     """Writes `results.json` and `results.md` into a folder."""
-    results = {system: {kind: asdict(cell) for kind, cell in cells.items()} for system, cells in summary.items()}
-    content = {"settings": settings, "environment": settings["environment"], "results": results}
+    content = {"settings": settings, "environment": settings["environment"], "results": _plain(summary)}
+    if alike is not None:
+        content["decoded_alike"] = asdict(alike)
     write_atomically(folder / "results.json", json.dumps(content, indent=1) + "\n")
-    write_atomically(folder / "results.md", markdown(summary, settings, profile, is_greedy))
+    write_atomically(folder / "results.md", markdown(summary, settings, profile, is_greedy, alike))
+
+
+def _plain(summary: dict[str, dict[str, Cell]]) -> dict[str, dict[str, dict[str, Any]]]:
+    return {system: {kind: asdict(cell) for kind, cell in cells.items()} for system, cells in summary.items()}
 
 
 def markdown(
-    summary: dict[str, dict[str, Cell]], settings: dict[str, Any], profile: CalibrationProfile | None, is_greedy: bool
+    summary: dict[str, dict[str, Cell]],
+    settings: dict[str, Any],
+    profile: CalibrationProfile | None,
+    is_greedy: bool,
+    alike: AlikeTexts | None = None,
 ) -> str:
     """The report as one Markdown page."""
     lines = [
@@ -45,6 +55,8 @@ def markdown(
         "",
         *round_table(summary, is_greedy),
     ]
+    if alike is not None:
+        lines += ["", *alike_lines(alike, settings["environment"]["dtype"])]
     if profile is not None:
         lines += ["", *profile_lines(profile)]
     return "\n".join(lines) + "\n"
@@ -73,6 +85,18 @@ def round_table(summary: dict[str, dict[str, Cell]], is_greedy: bool) -> list[st
         identical = [f"{100 * cell.identical:.0f} %"] if is_greedy else []
         rows.append([row.title, row.policy or "none", row.verification, *numbers, *identical])
     return table([*header, *(["same text as AR"] if is_greedy else [])], rows)
+
+
+def alike_lines(alike: AlikeTexts, dtype: str) -> list[str]:
+    """AL and SR on prompts that all systems decode to one text."""
+    return [
+        "## Prompts that all systems decode alike",
+        "",
+        f"{alike.num_prompts} of {alike.num_all}. In {dtype} a rounding can flip a near-tie, and another text has "
+        "another acceptance length; on these prompts systems differ by their rounds alone.",
+        "",
+        *speed_table(alike.summary),
+    ]
 
 
 def profile_lines(profile: CalibrationProfile) -> list[str]:

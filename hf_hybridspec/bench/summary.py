@@ -33,6 +33,20 @@ class Cell:
     identical: float
 
 
+@dataclass(frozen=True)
+class AlikeTexts:
+    """Prompts that every system decodes to one text in every session, and what `summarise` says of them.
+
+    Attributes:
+        num_prompts: of these.
+        num_all: of all prompts.
+    """
+
+    num_prompts: int
+    num_all: int
+    summary: dict[str, dict[str, Cell]]
+
+
 def summarise(records: Iterable[DecodeRecord]) -> dict[str, dict[str, Cell]]:
     """Cells by system and kind, and `average`: the arithmetic mean over the kinds, lengths added up.
 
@@ -56,6 +70,23 @@ def summarise(records: Iterable[DecodeRecord]) -> dict[str, dict[str, Cell]]:
         summary[system] = {kind: _cell(cells[kind], plain[kind], digests) for kind in kinds if kind in cells}
         summary[system][ALL_KINDS] = _average(list(summary[system].values()))
     return summary
+
+
+def summarise_alike(records: Iterable[DecodeRecord]) -> AlikeTexts | None:
+    """Of greedy decodes, the prompts that are decoded alike; None where all are, or none is.
+
+    Another text has another acceptance length: where rounding flips a near-tie, systems are compared on what the one
+    or the other happened to write.
+    """
+    records = [record for record in records if record.num_tokens]
+    digests: dict[str, set[str]] = {}
+    for record in records:
+        digests.setdefault(record.prompt, set()).add(record.digest)
+    alike = {prompt for prompt, found in digests.items() if len(found) == 1}
+    if len(alike) in (0, len(digests)):
+        return None
+    summary = summarise(record for record in records if record.prompt in alike)
+    return AlikeTexts(len(alike), len(digests), summary)
 
 
 def _throughput(records: list[DecodeRecord]) -> float:

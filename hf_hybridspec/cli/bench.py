@@ -12,7 +12,7 @@ import transformers
 from ..bench.records import RecordFile
 from ..bench.report import markdown, write_report
 from ..bench.sessions import BenchPlan, run_sessions
-from ..bench.summary import summarise
+from ..bench.summary import summarise, summarise_alike
 from ..bench.systems import NAMES, choose_systems
 from ..calibration.profile import CalibrationProfile
 from ..calibration.prompts import load_prompts, prompts_hash, render, split_prompts, take_per_kind
@@ -70,8 +70,9 @@ def run(options: argparse.Namespace) -> None:
     except ValueError as error:
         raise CommandError(str(error)) from error
     is_greedy = options.temperature == 0
-    write_report(options.output, summary, settings, profile, is_greedy)
-    print(markdown(summary, settings, profile, is_greedy))
+    alike = summarise_alike(file) if is_greedy else None
+    write_report(options.output, summary, settings, profile, is_greedy, alike)
+    print(markdown(summary, settings, profile, is_greedy, alike))
     _plot(options.output, summary, profile)
     if profile is not None and (shared := len({text.key for text in texts} & set(profile.prompt_keys))):
         print(

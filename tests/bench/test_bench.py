@@ -5,7 +5,8 @@ import json
 import pytest
 
 from hf_hybridspec.bench.records import DecodeRecord, RecordFile
-from hf_hybridspec.bench.summary import ALL_KINDS, summarise
+from hf_hybridspec.bench.report import markdown
+from hf_hybridspec.bench.summary import ALL_KINDS, summarise, summarise_alike
 from hf_hybridspec.bench.systems import NAMED, choose_systems
 from hf_hybridspec.calibration.profile import CalibrationProfile
 from hf_hybridspec.cli.command import main
@@ -36,6 +37,29 @@ def test_numbers_are_pooled_within_a_kind_and_averaged_over_kinds():
     assert cells[ALL_KINDS].lengths == {2: 1, 16: 14}
     with pytest.raises(ValueError, match="No prompt gave a token"):
         summarise([record("ar", "a", "1", 0, 0.0, {})])
+
+
+def test_prompts_that_are_decoded_alike_are_compared_by_themselves():
+    records = [
+        record("ar", "a", "1", 10, 1.0, {1: 10}),
+        record("ar", "a", "2", 30, 3.0, {1: 30}),
+        record("ar", "b", "3", 10, 2.0, {1: 10}),
+        record("full", "a", "1", 10, 0.25, {16: 5}),
+        record("full", "a", "2", 30, 1.0, {16: 30}, digest="other"),
+        record("full", "b", "3", 10, 1.0, {16: 5}, digest="other"),
+    ]
+    alike = summarise_alike(records)
+    assert (alike.num_prompts, alike.num_all) == (1, 3)
+    assert set(alike.summary["full"]) == {"a", ALL_KINDS} and alike.summary["full"]["a"].speed_ratio == 4.0
+    # Alike in one session is not enough.
+    again = record("full", "a", "1", 10, 0.25, {16: 5}, digest="other", session=1)
+    assert summarise_alike([*records, again]) is None
+    assert summarise_alike([records[0], records[3]]) is None
+
+    environment = {"device": "d", "dtype": "bfloat16", "software": "s"}
+    settings = {"target": "t", "drafter": "d", "num_prompts": 3, "prompts": "p", "sessions": 1, "max_new_tokens": 30}
+    page = markdown(summarise(records), settings | {"environment": environment}, None, True, alike)
+    assert "1 of 3. In bfloat16 a rounding" in page and page.count("| Full length |") == 3
 
 
 def test_records_continue_and_refuse_other_settings(tmp_path):
