@@ -131,6 +131,8 @@ class Run:
         self.slow: list[str] = []
         if options.clean_before:
             earlier = json.loads(options.clean_before.read_text(encoding="utf-8"))
+            if earlier["tool"] != options.tool:
+                raise SystemExit(f"{options.clean_before} is of {earlier['tool']}. Give a file of {options.tool}.")
             clean = {test: outcome for test, outcome in earlier["tests"].items() if outcome in ("clean", "skipped")}
             self.report["clean_before"] = {"commit": earlier["environment"]["commit"], "tests": len(clean)}
             self.report["tests"] = clean
@@ -154,7 +156,8 @@ class Run:
         """Runs tests until all have begun or time is up."""
         found = self._through(tests, pools=self._options.tool != "memcheck")
         if self._options.tool == "memcheck" and (failed := [test for test in tests if found.get(test) == "failed"]):
-            self.report["tests"] |= dict.fromkeys(failed, "not finished")
+            with self._lock:
+                self.report["tests"] |= dict.fromkeys(failed, "not finished")
             self._through(failed, pools=True)
 
     def _through(self, tests: list[str], pools: bool) -> dict[str, str]:
@@ -196,8 +199,10 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if shutil.which("compute-sanitizer") is None:
         parser.exit(2, "compute-sanitizer was not found. It comes with the CUDA toolkit; add its folder to PATH.\n")
-    run, tests = Run(options), collect(options.tests)
-    run.report["control"] = finding_of_control(options.tool)
+    tests, control = collect(options.tests), finding_of_control(options.tool)
+    # Time counts from here.
+    run = Run(options)
+    run.report["control"] = control
     shards = run.shards(tests)
     print(f"{options.tool}: {sum(map(len, shards))} of {len(tests)} tests", flush=True)
     with ThreadPoolExecutor(options.processes) as pool:

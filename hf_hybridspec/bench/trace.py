@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from ..calibration.profile import CostModel, RoutingTables
@@ -95,14 +96,19 @@ class ModelledCosts:
         self._costs, self._routing = costs, routing
         self.description = f"simulated: {name}"
 
+    def by_length(self, rounds: RoundArrays) -> np.ndarray:
+        """`[rounds, D]` seconds of every round at lengths 2..D + 1, without rows that only Stage 0 sees."""
+        curve = np.array([self._costs.round_seconds(length) for length in static_lengths(rounds)])
+        surplus = rounds.new_pairs.cumsum(axis=1) - np.cumsum(self._routing.new_pairs)
+        return curve + self._costs.expert * surplus
+
     def seconds(self, rounds: RoundArrays, executed: list[ExecutedRound]) -> float:
-        total = 0.0
-        for run in executed:
-            rows = slice(0, run.length - 1)
-            surplus = float(rounds.new_pairs[run.index, rows].sum()) - sum(self._routing.new_pairs[rows])
-            total += self._costs.round_seconds(run.length) + self._costs.expert * surplus
-            total += self._costs.stage0_row * (run.stage0_length - run.length)
-        return total
+        by_length = self.by_length(rounds)
+        return sum(
+            float(by_length[run.index, run.length - MIN_LENGTH])
+            + self._costs.stage0_row * (run.stage0_length - run.length)
+            for run in executed
+        )
 
 
 def run_trace(policy: LengthPolicy, rounds: RoundArrays, costs: CostSource) -> TraceResult:

@@ -15,13 +15,23 @@ def dinkelbach_rate(prefix_probs: np.ndarray, costs: CostModel) -> float:
         costs: of lengths 2..D + 1. Numerators sum 1 + p_1 + .. + p_{w0 - 1}, denominators C_tgt(w0) + fixed cost.
     """
     tokens = 1 + prefix_probs.cumsum(axis=1)
-    seconds = np.array([costs.round_seconds(length) for length in range(2, tokens.shape[1] + 2)])
-    rounds = np.arange(tokens.shape[0])
+    return best_rate(tokens, np.array([costs.round_seconds(length) for length in range(2, tokens.shape[1] + 2)]))
+
+
+def best_rate(tokens: np.ndarray, seconds: np.ndarray) -> float:
+    """The highest ratio of summed tokens to summed seconds that one column for each row can reach.
+
+    Args:
+        tokens: `[N, D]`.
+        seconds: `[N, D]`, or `[D]` where they are the same in every row.
+    """
+    seconds = np.broadcast_to(seconds, tokens.shape)
+    rows = np.arange(tokens.shape[0])
     rate = 0.0
     for _ in range(MOST_ITERATIONS):
         # argmax takes the first of equals, the shorter length.
         best = (tokens - rate * seconds).argmax(axis=1)
-        improved = tokens[rounds, best].sum() / seconds[best].sum()
+        improved = tokens[rows, best].sum() / seconds[rows, best].sum()
         if improved <= rate * (1 + 1e-12):
             break
         rate = improved

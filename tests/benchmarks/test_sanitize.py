@@ -139,3 +139,5 @@ def test_what_did_not_end_before_runs_alone(tmp_path):
     run = sanitize.Run(Namespace(**options | {"output": tmp_path / "new.json", "clean_before": output}))
     assert run.shards(TESTS) == [[TESTS[1], TESTS[3]], [TESTS[2]]]
     assert run.report["clean_before"] == {"commit": "abc", "tests": 1}
+    with pytest.raises(SystemExit, match=r"is of racecheck\. Give a file of memcheck"):
+        sanitize.Run(Namespace(**options | {"tool": "memcheck", "clean_before": output}))
