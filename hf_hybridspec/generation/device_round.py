@@ -11,10 +11,10 @@ from typing import Protocol
 
 import torch
 
-from ..kernels.acceptance import point_mass_acceptance
 from ..kernels.length_selection import Selection, count_new_experts
 from ..kernels.round_steps import MAX_ROWS, RoundState, accept_greedily, correct_block, emit_round, open_block
-from ..kernels.sampling import Filtering, SamplingSettings, sampling_probs
+from ..kernels.sampled_acceptance import accept_sampled
+from ..kernels.sampling import SamplingSettings
 from ..kernels.uniforms import fill_uniforms
 from .policy_base import DeviceLengthPolicy
 
@@ -83,20 +83,17 @@ class SampledAcceptance:
         settings: of the distribution; its tensors may change between calls.
     """
 
-    def __init__(self, device: torch.device, filtering: Filtering):
-        self.kind = filtering.value
+    def __init__(self, device: torch.device, is_filtered: bool):
+        self.kind = "filtered" if is_filtered else "sampled"
         self.seed = torch.zeros(1, dtype=torch.int64, device=device)
         self.settings = SamplingSettings.new(device)
-        self._filtering = filtering
+        self._is_filtered = is_filtered
         self._uniforms = torch.empty(MAX_ROWS, dtype=torch.float64, device=device)
 
     def accept(self, logits: torch.Tensor, state: RoundState) -> None:
         length = logits.shape[0]
         fill_uniforms(self._uniforms[:length], self.seed, state.round_index)
-        probs = sampling_probs(logits, self.settings, self._filtering)
-        outcome = point_mass_acceptance(state.block_tokens[1:length], probs, self._uniforms[:length])
-        state.num_accepted.copy_(outcome.num_accepted.view(1))
-        state.next_token.copy_(outcome.next_token.view(1))
+        accept_sampled(logits, self._uniforms[:length], self.settings, self._is_filtered, state)
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ class RoundEngine:
         parts = RoundParts(self._forward, self._block, capacity, self._fused_drafter, states)
         self.rounds = DeviceRound(parts, model.device)
         self._device = model.device
-        self._acceptances: dict[str, Acceptance] = {}
+        self._acceptances: dict[tuple[bool, bool], Acceptance] = {}
         self._lock = threading.Lock()
 
     def serves(self, drafter: Drafter | None, capacity: int) -> bool:
@@ -149,13 +149,13 @@ class RoundEngine:
 
     def acceptance(self, plan: SamplingPlan) -> Acceptance:
         """How this call accepts tokens; `seed` comes with the first token."""
-        if not plan.do_sample:
-            return self._acceptances.setdefault("greedy", GreedyAcceptance())
-        acceptance = self._acceptances.get(plan.filtering.value)
-        if acceptance is None:
-            acceptance = SampledAcceptance(self._device, plan.filtering)
-            self._acceptances[acceptance.kind] = acceptance
-        acceptance.settings.set(plan.temperature, plan.top_k, plan.top_p, plan.min_p)
+        kind = (plan.do_sample, plan.is_filtered)
+        if kind not in self._acceptances:
+            accepts = SampledAcceptance(self._device, plan.is_filtered) if plan.do_sample else GreedyAcceptance()
+            self._acceptances[kind] = accepts
+        acceptance = self._acceptances[kind]
+        if plan.do_sample:
+            acceptance.settings.set(plan.temperature, plan.top_k, plan.top_p, plan.min_p)
         return acceptance
 
     def prepare(

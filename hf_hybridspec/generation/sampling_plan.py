@@ -11,8 +11,6 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from ..kernels.sampling import MOST_FEW, Filtering
-
 # In the order in which the host applies them; attribute of the warper, field of the plan.
 _WARPERS = {
     TemperatureLogitsWarper: "temperature",
@@ -54,8 +52,6 @@ class SamplingPlan:
         return cls(do_sample, **fields)
 
     @property
-    def filtering(self) -> Filtering:
-        """What may leave tokens out."""
-        if (self.top_k, self.top_p, self.min_p) == (1 << 31, 1.0, 0.0):
-            return Filtering.NONE
-        return Filtering.FEW if self.top_k <= MOST_FEW else Filtering.ANY
+    def is_filtered(self) -> bool:
+        """Whether tokens may be left out."""
+        return (self.top_k, self.top_p, self.min_p) != (1 << 31, 1.0, 0.0)

@@ -5,20 +5,8 @@ their order are those of transformers' logits warpers.
 """
 
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
-
-# Where top-k keeps at most so many tokens, the rest of a large vocabulary need not be sorted.
-MOST_FEW = 64
-
-
-class Filtering(Enum):
-    """What may drop tokens: nothing, a top-k of at most `MOST_FEW` and whatever follows it, or anything."""
-
-    NONE = "sampled"
-    FEW = "few"
-    ANY = "filtered"
 
 
 @dataclass(frozen=True)
@@ -51,64 +39,28 @@ class SamplingSettings:
         self.min_p.fill_(min_p)
 
 
-def sampling_probs(logits: torch.Tensor, settings: SamplingSettings, filtering: Filtering) -> torch.Tensor:
+def sampling_probs(logits: torch.Tensor, settings: SamplingSettings, is_filtered: bool) -> torch.Tensor:
     """`[w, vocabulary]` fp32 probabilities of logits `[w, vocabulary]` of any floating dtype.
 
     Args:
-        filtering: what the settings may drop. `NONE` applies the temperature alone; `FEW` needs
-            `settings.top_k <= MOST_FEW`, and gives what `ANY` gives.
+        is_filtered: whether `settings` may drop tokens; otherwise the temperature alone is applied.
     """
     scores = logits.float() / settings.temperature
-    if filtering is Filtering.NONE:
+    if not is_filtered:
         return scores.softmax(dim=-1)
-    is_dropped = _dropped_of_few(scores, settings) if filtering is Filtering.FEW else _dropped_of_all(scores, settings)
+    is_dropped = _is_dropped(scores, settings)
     probs = scores.masked_fill(is_dropped, -torch.inf).softmax(dim=-1)
     is_rare = probs < settings.min_p * probs.amax(dim=-1, keepdim=True)
     return scores.masked_fill(is_dropped | is_rare, -torch.inf).softmax(dim=-1)
 
 
-def _dropped_of_all(scores: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
-    """What top-k and top-p drop, by sorting all scores."""
+def _is_dropped(scores: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
+    """What top-k and top-p drop."""
     vocabulary = scores.shape[-1]
-    ascending, order = scores.sort(dim=-1)
+    ascending, order = scores.sort(dim=-1, stable=True)
     last_kept = ascending.index_select(1, vocabulary - settings.top_k.clamp(max=vocabulary))
     mass = ascending.masked_fill(ascending < last_kept, -torch.inf).softmax(dim=-1).cumsum(dim=-1)
     is_tail = mass <= settings.tail_mass
     # The most probable token always stays.
     is_tail[:, -1] = False
     return (scores < last_kept) | torch.empty_like(is_tail).scatter_(1, order, is_tail)
-
-
-def _dropped_of_few(scores: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
-    """The same for a top-k of a few: only the best are sorted.
-
-    Tokens that tie with the last one kept may be any number; what lies above them is among the best. Top-p drops
-    ties first, then the least of what lies above, so one score ends what is kept, and of the tokens that have it the
-    first in order stay.
-    """
-    best = scores.topk(min(MOST_FEW, scores.shape[-1]), dim=-1).values
-    last_kept = best.index_select(1, settings.top_k.clamp(max=best.shape[-1]) - 1)
-    num_ties = (scores == last_kept).sum(dim=-1, keepdim=True)
-    is_above = best > last_kept
-    num_above = is_above.sum(dim=-1, keepdim=True)
-
-    # Masses relative to that of the best token.
-    masses = (best - best[:, :1]).exp() * is_above
-    tie_mass = (last_kept - best[:, :1]).exp()
-    tail = settings.tail_mass * (masses.sum(dim=-1, keepdim=True) + num_ties * tie_mass)
-    drops_ties = (num_ties * tie_mass <= tail) & (num_above > 0)
-    # One of several equally good tokens stays, and one of those that top-p does not drop as a whole.
-    ties_left = (num_ties - (tail / tie_mass).floor().clamp(max=num_ties)).clamp(min=1)
-    up_to_here = masses.flip(-1).cumsum(dim=-1).flip(-1) + num_ties * tie_mass
-    is_tail = is_above & (up_to_here <= tail) & drops_ties
-    is_tail[:, 0] = False
-    num_left = (num_above - is_tail.sum(dim=-1, keepdim=True)).clamp(min=1)
-
-    end = torch.where(drops_ties, best.gather(1, num_left - 1), last_kept)
-    place = torch.arange(best.shape[-1], device=best.device)
-    num_at_end = torch.where(drops_ties, ((best == end) & (place < num_left)).sum(dim=-1, keepdim=True), ties_left)
-    is_end = scores == end
-    # Counted over all rows at once, which is one fast scan; a row begins where the one before it ended.
-    counts = is_end.view(-1).cumsum(dim=0, dtype=torch.int32).view_as(scores)
-    before = counts[:, :1] - is_end[:, :1].int()
-    return (scores < end) | (is_end & (counts - before > num_at_end))

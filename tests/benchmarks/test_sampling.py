@@ -1,30 +1,25 @@
-"""The benchmark of sampling: it runs, and ends where the two filters part."""
+"""The benchmark of sampling: it runs, and ends where two ways choose other tokens."""
 
 import json
 
 import pytest
-import torch
 
 from benchmarks import sampling
 
 
-def test_a_dry_run_measures_every_choice(tmp_path):
+def test_a_dry_run_measures_every_way(tmp_path):
     path = tmp_path / "sampling.json"
     sampling.main(["--tiny", "--replays", "2", "--output", str(path)])
     records = json.loads(path.read_text())["records"]
     assert [record["rows"] for record in records] == list(sampling.ROWS)
-    assert all(record[f"{name}_us"] > 0 for record in records for name in ("greedy", "sampled", "few", "filtered"))
+    ways = ["greedy", *(f"{name}_reference" for name in sampling.SETTINGS)]
+    assert all(record[f"{way}_us"] > 0 for record in records for way in ways)
 
 
-def test_filters_that_differ_end_it(monkeypatch):
-    right = sampling.sampling_probs
-
-    def wrong(logits, settings, filtering):
-        probs = right(logits, settings, filtering)
-        return probs * (1.001 if filtering is sampling.Filtering.FEW else 1.0)
-
-    monkeypatch.setattr(sampling, "sampling_probs", wrong)
-    settings = sampling.SamplingSettings.new("cpu")
-    settings.set(*sampling.SETTINGS)
-    with pytest.raises(SystemExit, match="probabilities of the two filters differ by"):
-        sampling.check(torch.randn(3, 90), settings)
+def test_ways_that_choose_other_tokens_end_it():
+    logits = sampling.logits_of(3, 500, "cpu")
+    qwen, other = sampling.SETTINGS["qwen"], (0.8, 20, 0.8, 0.0)
+    same = {"first": sampling.Choice(logits, qwen, "reference"), "second": sampling.Choice(logits, qwen, "reference")}
+    sampling.check(same, 3)
+    with pytest.raises(SystemExit, match=r"3 rows, uniforms .* accepted drafts and next token are"):
+        sampling.check(same | {"third": sampling.Choice(logits, other, "reference")}, 3)

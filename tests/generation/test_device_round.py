@@ -22,7 +22,6 @@ from hf_hybridspec.generation.device_round import (
 from hf_hybridspec.generation.draft_session import DraftSession
 from hf_hybridspec.generation.verification import TokenVerifier
 from hf_hybridspec.kernels.round_steps import RoundState
-from hf_hybridspec.kernels.sampling import Filtering
 from hf_hybridspec.modeling.split_forward import SplitForward
 from hf_hybridspec.modeling.taps import Taps
 from hf_hybridspec.modeling.target import input_embedding, text_model
@@ -136,11 +135,6 @@ SAMPLING = {
         (1.3, 70, 0.9, 0.02),
         {"temperature": 1.3, "top_k": 70, "top_p": 0.9, "min_p": 0.02},
     ),
-    "few": (
-        [TemperatureLogitsWarper(1.3), TopKLogitsWarper(20), TopPLogitsWarper(0.9), MinPLogitsWarper(0.02)],
-        (1.3, 20, 0.9, 0.02),
-        {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
-    ),
 }
 
 
@@ -159,7 +153,7 @@ def test_sampling_with_equal_uniforms(kind, target_pairs):
         set_seed(seed)
         verifier = TokenVerifier(LogitsProcessorList(warpers), True)
         sequence = Sequence(pair, drafters[1], verifier)
-        acceptance = SampledAcceptance(torch.device("cpu"), Filtering(kind))
+        acceptance = SampledAcceptance(torch.device("cpu"), kind == "filtered")
         acceptance.seed.fill_(verifier.uniforms.seed), acceptance.settings.set(*settings)
         assert acceptance.kind == kind
         tokens = sequence.run(sequence.round.drafting_program(Full(), acceptance))

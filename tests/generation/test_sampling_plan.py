@@ -13,25 +13,22 @@ from transformers.generation.logits_process import (
 
 from hf_hybridspec.generation.device_round import SampledAcceptance
 from hf_hybridspec.generation.sampling_plan import SamplingPlan
-from hf_hybridspec.kernels.sampling import MOST_FEW, Filtering
 
 
 @pytest.mark.parametrize(
-    ("processors", "filtering"),
+    ("processors", "kind"),
     [
-        ([], Filtering.NONE),
-        ([TemperatureLogitsWarper(0.7)], Filtering.NONE),
-        ([TopKLogitsWarper(MOST_FEW)], Filtering.FEW),
-        ([TemperatureLogitsWarper(0.7), TopKLogitsWarper(20), TopPLogitsWarper(0.8)], Filtering.FEW),
-        ([TopKLogitsWarper(MOST_FEW + 1)], Filtering.ANY),
-        ([TopPLogitsWarper(0.8)], Filtering.ANY),
-        ([MinPLogitsWarper(0.1)], Filtering.ANY),
+        ([], "sampled"),
+        ([TemperatureLogitsWarper(0.7)], "sampled"),
+        ([TemperatureLogitsWarper(0.7), TopKLogitsWarper(20), TopPLogitsWarper(0.8)], "filtered"),
+        ([TopKLogitsWarper(50)], "filtered"),
+        ([TopPLogitsWarper(0.8)], "filtered"),
+        ([MinPLogitsWarper(0.1)], "filtered"),
     ],
 )
-def test_the_fewest_scores_that_do_are_sorted(processors, filtering):
+def test_a_plan_knows_whether_tokens_may_be_left_out(processors, kind):
     plan = SamplingPlan.of(LogitsProcessorList(processors), do_sample=True)
-    assert plan.filtering is filtering
-    assert SampledAcceptance(torch.device("cpu"), plan.filtering).kind == filtering.value
+    assert SampledAcceptance(torch.device("cpu"), plan.is_filtered).kind == kind
 
 
 def test_what_cannot_be_taken_over_is_named():
