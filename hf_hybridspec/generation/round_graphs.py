@@ -5,6 +5,7 @@ acceptance. A program is one conditional graph of them, so that a round is one l
 """
 
 import gc
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ from functools import partial
 import torch
 from transformers.utils import logging
 
+from ..kernels.compile_ahead import can_compile_ahead, compiling_ahead
 from .conditional_graphs import ConditionalGraph
 from .device_round import Program, Step, Switch, run_program
 
@@ -51,7 +53,7 @@ class RoundGraphs:
     def prepare(self, program: Program) -> Callable[[], None]:
         """What launches the program on the current stream. Captures what is missing, and then shows progress.
 
-        Capturing runs every missing step twice, on whatever the buffers hold: no sequence may be under way.
+        Capturing runs every missing step, on whatever the buffers hold: no sequence may be under way.
 
         Raises:
             torch.OutOfMemoryError: the device has no room for the buffers of the steps.
@@ -68,9 +70,14 @@ class RoundGraphs:
         if not steps:
             return
         self._stream.wait_stream(torch.cuda.current_stream())
+        compiled = itertools.count(1)
         progress = logging.tqdm(total=2 * len(steps), desc="capturing the round", unit="step", leave=False)
         with progress, torch.cuda.stream(self._stream), _without_collection():
-            # Kernels are compiled, and lazy states of libraries made, before anything is captured.
+            if can_compile_ahead():
+                with compiling_ahead(lambda: progress.set_postfix_str(f"{next(compiled)} kernels compiled")):
+                    for step in steps:
+                        step.run()
+            # Kernels are loaded, and lazy states of libraries made, before anything is captured.
             for step in steps:
                 step.run()
                 progress.update()

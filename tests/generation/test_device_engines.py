@@ -8,7 +8,11 @@ import torch
 import hf_hybridspec
 from hf_hybridspec import HybridCache
 from hf_hybridspec.generation import round_engine
+from hf_hybridspec.generation.device_round import Switch
 from hf_hybridspec.generation.round_engine import eager_device_rounds
+from hf_hybridspec.generation.round_graphs import EagerRounds
+from hf_hybridspec.kernels.compile_ahead import compiling_ahead
+from hf_hybridspec.kernels.dispatch import use_kernels
 from hf_hybridspec.modeling.dflash import DFlashDrafter
 from tests.generation.device_helpers import engines_of, expected_of, real_drafter, unpadded
 from tests.scenarios import plain
@@ -62,6 +66,37 @@ def test_two_models_and_two_drafters_take_turns(target_pairs):
                 )
                 assert torch.equal(output, expected_of(pair, 12))
     assert sum(engine.is_of(drafters[0]) for engine in engines_of(pairs[0].attached)) == 1
+
+
+class WalkedRounds(EagerRounds):
+    """Walks through every step before any runs, as captured rounds do to compile their kernels."""
+
+    num_walked = 0
+
+    def prepare(self, program):
+        with use_kernels("triton"), compiling_ahead():
+            for item in program:
+                for branch in item.branches if isinstance(item, Switch) else [[item]]:
+                    for step in branch:
+                        step.run()
+                        WalkedRounds.num_walked += 1
+        return super().prepare(program)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs Triton only without CUDA")
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe", "qwen3_5"])
+def test_steps_that_were_walked_through_run_as_ever(kind, target_pairs, monkeypatch):
+    pair = target_pairs[kind]
+    monkeypatch.setattr(round_engine, "EagerRounds", WalkedRounds)
+    monkeypatch.setattr(WalkedRounds, "num_walked", 0)
+    engines_of(pair.attached).clear()
+    for drafter in (real_drafter(), real_drafter("dspark")):
+        output = pair.attached.generate(
+            pair.prompt, assistant_model=drafter, decoding_path="graphs", max_new_tokens=20, do_sample=False
+        )
+        assert torch.equal(output, expected_of(pair, 20))
+    assert WalkedRounds.num_walked > 40
+    engines_of(pair.attached).clear()
 
 
 @pytest.mark.parametrize("part", ["target", "drafter"])

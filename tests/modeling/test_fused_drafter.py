@@ -1,9 +1,12 @@
 """A fused drafter proposes what its module proposes, round after round, and hands its context back."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
 
+from hf_hybridspec.kernels.compile_ahead import compiling_ahead
 from hf_hybridspec.kernels.dispatch import use_kernels
 from hf_hybridspec.modeling.block_state import SelectedStates
 from hf_hybridspec.modeling.fused_drafter import FusedDrafter, fused_drafter_obstacle
@@ -95,6 +98,31 @@ def test_rounds_in_triton():
     fused.begin(context)
     with use_kernels("triton"):
         _run_rounds(drafter, fused, context, COMMITS[:2])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs Triton only without CUDA")
+@pytest.mark.parametrize("case", CASES)
+def test_a_walk_without_launches_leaves_no_trace(case):
+    """What a kernel would have written may be an index: of the token before a draft, say."""
+    drafter = _drafter(case)
+    fused = FusedDrafter(drafter, max_context=80)
+    context = observed(drafter, 9)
+    with use_kernels("triton"), compiling_ahead(), _no_memory_is_cleared_by_chance():
+        fused.begin(context)
+        fused.propose(torch.tensor([3]), states_for(drafter))
+        fused.observe(features(4), torch.tensor([2], dtype=torch.int32))
+    fused.begin(context)
+    _run_rounds(drafter, fused, context, COMMITS[:2])
+
+
+@contextmanager
+def _no_memory_is_cleared_by_chance():
+    """Memory that is not written to holds NaN and the largest integers."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_two_sequences_one_after_the_other():
