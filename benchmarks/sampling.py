@@ -23,13 +23,15 @@ from hf_hybridspec.kernels.sampled_acceptance import accept_sampled
 from hf_hybridspec.kernels.sampling import SamplingSettings
 
 ROWS = (1, 4, 6, 8, 12, 16)
-# Temperature, top-k, top-p and min-p: none, what Qwen's checkpoints suggest, transformers' default, top-p alone.
+# Temperature, top-k, top-p and min-p: none, what Qwen's checkpoints suggest, transformers' default, top-p alone, and
+# top-p of logits so even that it keeps most of the vocabulary.
 NO_TOP_K = 1 << 31
 SETTINGS = {
     "temperature": (0.7, NO_TOP_K, 1.0, 0.0),
     "qwen": (0.7, 20, 0.8, 0.0),
     "top_k": (1.0, 50, 1.0, 0.0),
     "top_p": (1.0, NO_TOP_K, 0.95, 0.0),
+    "top_p_of_even": (2.0, NO_TOP_K, 0.95, 0.0),
 }
 KINDS = ("reference", "triton")
 CHECKED = 64
@@ -40,7 +42,7 @@ def logits_of(rows: int, vocabulary: int, device: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rows)
     logits = 2.0 * torch.randn(rows, vocabulary, generator=generator)
     likely = torch.randint(vocabulary, (rows, 12), generator=generator)
-    logits.scatter_(1, likely, 10 + 6 * torch.rand(rows, 12, generator=generator))
+    logits.scatter_(1, likely, 14 + 6 * torch.rand(rows, 12, generator=generator))
     return logits.to(device, torch.bfloat16)
 
 

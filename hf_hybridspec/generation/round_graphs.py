@@ -74,7 +74,9 @@ class RoundGraphs:
         progress = logging.tqdm(total=2 * len(steps), desc="capturing the round", unit="step", leave=False)
         with progress, torch.cuda.stream(self._stream), _without_collection():
             if can_compile_ahead():
-                with compiling_ahead(lambda: progress.set_postfix_str(f"{next(compiled)} kernels compiled")):
+                with compiling_ahead(
+                    self._device, lambda: progress.set_postfix_str(f"{next(compiled)} kernels compiled")
+                ):
                     for step in steps:
                         step.run()
             # Kernels are loaded, and lazy states of libraries made, before anything is captured.

@@ -4,9 +4,10 @@ A row is cut into groups of GROUP tokens, of which BLOCK // GROUP make a tile. T
 
 1. `_group_kernel`: the best score of every group; masses e^(score - best) of every block of tokens.
 2. `_filter_kernel`, one program a row: lists the groups that hold a token which may be kept, in the order of tokens.
-   Fewer than k of them lie above the k-th best of all groups, so top-k leaves few; top-p leaves out tokens so
-   improbable that all of them together are within its tail. The score at which the kept tokens end is found by
-   bisection over the bits of floats, on the first tile of the list in registers and on the others from memory.
+   Fewer than k of them lie above the k-th best of all groups, so top-k leaves few. Top-p leaves out what lies below
+   the score from which on the best of all groups have its mass, if they have it, and otherwise tokens so improbable
+   that all of them together are within its tail. The score at which the kept tokens end is found by cutting an
+   interval of floats again and again, on the first tile of the list in registers and on the others from memory.
 3. `_draw_kernel`: the point-mass rule, then the tile and in it the token in which the uniform falls.
 
 Masses of a row add up in one fixed order, so equal logits and uniforms give equal tokens.
@@ -22,8 +23,8 @@ from .sampling import SamplingSettings
 
 GROUP, BLOCK = 64, 4096
 
-# Keys of a score of minus infinity, and past all; more tokens than a vocabulary has.
-LOWEST_KEY, NO_KEY, MANY = tl.constexpr(-2139095041), tl.constexpr(2147483647), tl.constexpr(1e9)
+# The key of a score of minus infinity.
+LOWEST_KEY = tl.constexpr(-2139095041)
 
 
 @triton.jit
@@ -36,12 +37,6 @@ def _key(b_score):
 @triton.jit
 def _score_of_key(key):
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _middle(low, high):
-    """Of two keys, rounded up; their sum may exceed int32."""
-    return ((low.to(tl.int64) + high + 1) >> 1).to(tl.int32)
 
 
 @triton.jit
@@ -65,72 +60,53 @@ def _tile(listed, i_tile, GROUP: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _num_from(key, b_first, listed, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Listed tokens whose key is at least `key`; `b_first` holds the scores of the first tile."""
-    count = tl.sum((_key(b_first) >= key).to(tl.int32), axis=0)
-    for i_tile in range(1, tl.cdiv(listed[2] * GROUP, BLOCK)):
-        _, b_score = _tile(listed, i_tile, GROUP, BLOCK)
-        count += tl.sum((_key(b_score) >= key).to(tl.int32), axis=0)
-    return count
+def _weights_above(
+    k_1, k_2, k_3, k_4, b_key, b_weight, best, listed,
+    IS_COUNT: tl.constexpr, HAS_MORE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """How much weight lies above each of four keys: of `b_key`, and of the listed tokens after the first tile.
+
+    A token's weight is its mass, or one. Rounding keeps a sum from growing with its key.
+    """
+    b_1, b_2 = tl.where(b_key > k_1, b_weight, 0.0), tl.where(b_key > k_2, b_weight, 0.0)
+    b_3, b_4 = tl.where(b_key > k_3, b_weight, 0.0), tl.where(b_key > k_4, b_weight, 0.0)
+    if HAS_MORE:
+        for i_tile in range(1, tl.cdiv(listed[2] * GROUP, BLOCK)):
+            _, b_score = _tile(listed, i_tile, GROUP, BLOCK)
+            b_tile_key = _key(b_score)
+            b_tile_weight = tl.full([BLOCK], 1.0, tl.float32) if IS_COUNT else tl.exp(b_score - best)
+            b_1 += tl.where(b_tile_key > k_1, b_tile_weight, 0.0)
+            b_2 += tl.where(b_tile_key > k_2, b_tile_weight, 0.0)
+            b_3 += tl.where(b_tile_key > k_3, b_tile_weight, 0.0)
+            b_4 += tl.where(b_tile_key > k_4, b_tile_weight, 0.0)
+    return tl.sum(b_1, axis=0), tl.sum(b_2, axis=0), tl.sum(b_3, axis=0), tl.sum(b_4, axis=0)
 
 
 @triton.jit
-def _mass_above(key, best, b_first, listed, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Mass of listed tokens whose key is above `key`. Rounding keeps it from growing with the key."""
-    mass = tl.sum(tl.where(_key(b_first) > key, tl.exp(b_first - best), 0.0), axis=0)
-    for i_tile in range(1, tl.cdiv(listed[2] * GROUP, BLOCK)):
-        _, b_score = _tile(listed, i_tile, GROUP, BLOCK)
-        mass += tl.sum(tl.where(_key(b_score) > key, tl.exp(b_score - best), 0.0), axis=0)
-    return mass
-
-
-@triton.jit
-def _groups_of_top_k(b_key, m_g, top_k, num_groups, best_key, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """A key that the best scores of at least `top_k` groups reach, and no more than fill a tile if that can be."""
-    low, high = tl.min(tl.where(m_g, b_key, NO_KEY), axis=0), best_key
-    if top_k > num_groups:
-        # One group may hold several of the best.
-        low, high = low * 0 + LOWEST_KEY, low * 0 + LOWEST_KEY
+def _end_key(
+    wanted, low, high, b_key, b_weight, best, listed,
+    IS_COUNT: tl.constexpr, HAS_MORE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The lowest key from `low` to `high` above which less weight than `wanted` lies; of counts the wanted-th best."""
     while low < high:
-        middle = _middle(low, high)
-        count = tl.sum((m_g & (b_key >= middle)).to(tl.int32), axis=0)
-        if count >= top_k:
-            low = middle
-            if count * GROUP <= BLOCK:
-                high = middle
+        # Four keys cut what is left into five; differences may exceed int32.
+        span = high.to(tl.int64) - low
+        k_1, k_2 = (low + span // 5).to(tl.int32), (low + span * 2 // 5).to(tl.int32)
+        k_3, k_4 = (low + span * 3 // 5).to(tl.int32), (low + span * 4 // 5).to(tl.int32)
+        w_1, w_2, w_3, w_4 = _weights_above(
+            k_1, k_2, k_3, k_4, b_key, b_weight, best, listed, IS_COUNT, HAS_MORE, GROUP, BLOCK
+        )
+        if w_1 < wanted:
+            high = k_1
+        elif w_2 < wanted:
+            low, high = k_1 + 1, k_2
+        elif w_3 < wanted:
+            low, high = k_2 + 1, k_3
+        elif w_4 < wanted:
+            low, high = k_3 + 1, k_4
         else:
-            high = middle - 1
+            low = k_4 + 1
     return low
-
-
-@triton.jit
-def _kth_key(top_k, low, best_key, b_first, listed, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """The highest key that at least `top_k` tokens reach, from `low` on."""
-    high = best_key
-    while low < high:
-        middle = _middle(low, high)
-        if _num_from(middle, b_first, listed, GROUP, BLOCK) >= top_k:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-@triton.jit
-def _top_p_end(wanted, low, best, best_key, b_first, listed, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """The lowest key above which less mass than `wanted` lies, and how many that have it can go."""
-    high = best_key
-    while low < high:
-        # Rounded down.
-        middle = _middle(low, high - 1)
-        if _mass_above(middle, best, b_first, listed, GROUP, BLOCK) < wanted:
-            high = middle
-        else:
-            low = middle + 1
-    ties = _num_from(low, b_first, listed, GROUP, BLOCK) - _num_from(low + 1, b_first, listed, GROUP, BLOCK)
-    missing = wanted - _mass_above(low, best, b_first, listed, GROUP, BLOCK)
-    stay = tl.minimum(tl.ceil(missing / tl.exp(_score_of_key(low) - best)), MANY).to(tl.int32)
-    return low, tl.maximum(ties - tl.maximum(stay, 1), 0)
 
 
 @triton.jit
@@ -195,32 +171,56 @@ def _filter_kernel(
         top_k = tl.minimum(tl.load(top_ks), V.to(tl.int64)).to(tl.int32)
         tail, min_p = tl.load(tail_masses), tl.load(min_ps)
 
-        # Groups from `end_key` on hold all that may be kept.
+        # Groups whose best token has a key from `end_key` on hold all that may be kept.
         o_g = tl.arange(0, BG)
         m_g = o_g < num_groups
-        b_key = _key(tl.load(group_best + i_r * num_groups + o_g, mask=m_g, other=float("-inf")))
+        b_group = tl.load(group_best + i_r * num_groups + o_g, mask=m_g, other=float("-inf"))
+        b_key = _key(b_group)
         best_key = tl.max(b_key, axis=0)
+        nothing = (p_logits, groups, 0, temperature, V)
         if top_k < V:
-            end_key = _groups_of_top_k(b_key, m_g, top_k, num_groups, best_key, GROUP, BLOCK)
+            # At least k tokens reach the k-th best of all groups.
+            end_key, wanted = tl.zeros([], tl.int32) + LOWEST_KEY, top_k.to(tl.float32)
+            b_weight = tl.where(m_g, 1.0, 0.0)
         else:
-            # Tokens of less than this are within the tail, all of them together, or below min_p.
+            # Tokens of less than this are within the tail, all of them together, or below min_p; and the best of the
+            # groups may have the mass that top-p asks for.
             end_key = tl.minimum(_key(best + tl.log(tl.maximum(0.5 * tail * total / V, 0.999 * min_p))), best_key)
+            wanted = tl.where(tail > 0.0, total - tail * total, float("inf"))
+            b_weight = tl.where(m_g, tl.exp(b_group - best), 0.0)
+        end_key = _end_key(wanted, end_key, best_key, b_key, b_weight, best, nothing, False, False, GROUP, BLOCK)
         m_g = m_g & (b_key >= end_key)
         num_listed = tl.sum(m_g.to(tl.int32), axis=0)
         p_groups = groups + i_r * num_groups
         tl.store(p_groups + tl.cumsum(m_g.to(tl.int32), axis=0) - 1, o_g, mask=m_g)
         tl.debug_barrier()
+
+        # The key at which the kept tokens end, and how many of those that have it go.
         listed = (p_logits, p_groups, num_listed, temperature, V)
         _, b_first = _tile(listed, 0, GROUP, BLOCK)
-
+        b_key, b_mass = _key(b_first), tl.exp(b_first - best)
+        b_one = tl.full([BLOCK], 1.0, tl.float32)
         num_skipped = tl.zeros([], tl.int32)
         if top_k < V:
-            end_key = _kth_key(top_k, end_key, best_key, b_first, listed, GROUP, BLOCK)
+            end_key = _end_key(wanted, end_key, best_key, b_key, b_one, best, listed, True, True, GROUP, BLOCK)
         if tail > 0.0:
             if top_k < V:
-                total = _mass_above(end_key - 1, best, b_first, listed, GROUP, BLOCK)
-            wanted = total - tail * total
-            end_key, num_skipped = _top_p_end(wanted, end_key, best, best_key, b_first, listed, GROUP, BLOCK)
+                below = end_key - 1
+                weights = _weights_above(
+                    below, below, below, below, b_key, b_mass, best, listed, False, True, GROUP, BLOCK
+                )
+                total = weights[0]
+                wanted = total - tail * total
+            end_key = _end_key(wanted, end_key, best_key, b_key, b_mass, best, listed, False, True, GROUP, BLOCK)
+            below = end_key - 1
+            counts = _weights_above(
+                below, end_key, end_key, end_key, b_key, b_one, best, listed, True, True, GROUP, BLOCK
+            )
+            masses = _weights_above(
+                end_key, end_key, end_key, end_key, b_key, b_mass, best, listed, False, True, GROUP, BLOCK
+            )
+            stay = tl.maximum(tl.ceil((wanted - masses[0]) / tl.exp(_score_of_key(end_key) - best)), 1.0)
+            num_skipped = tl.maximum(counts[0] - counts[1] - stay, 0.0).to(tl.int32)
 
         ties = tl.zeros([], tl.int32)
         total, draft_mass = 0.0, 0.0

@@ -74,7 +74,7 @@ class WalkedRounds(EagerRounds):
     num_walked = 0
 
     def prepare(self, program):
-        with use_kernels("triton"), compiling_ahead():
+        with use_kernels("triton"), compiling_ahead(torch.device("cpu")):
             for item in program:
                 for branch in item.branches if isinstance(item, Switch) else [[item]]:
                     for step in branch:

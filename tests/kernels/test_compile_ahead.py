@@ -32,7 +32,7 @@ def filled(device: str, value: int, size: int = 16) -> torch.Tensor:
 
 def test_nothing_is_launched_and_memory_is_zero(triton_device):
     table = torch.arange(40, 44, device=triton_device)
-    with compiling_ahead():
+    with compiling_ahead(torch.device(triton_device)):
         # An index that no kernel has written: 2^62, say.
         found = table[filled(triton_device, 3)]
         assert found.tolist() == [40] * 16
@@ -43,7 +43,7 @@ def test_nothing_is_launched_and_memory_is_zero(triton_device):
 
 def test_other_threads_launch(triton_device):
     seen = []
-    with compiling_ahead():
+    with compiling_ahead(torch.device(triton_device)):
         thread = threading.Thread(target=lambda: seen.append(filled(triton_device, 5).tolist()))
         thread.start()
         thread.join()
@@ -51,7 +51,7 @@ def test_other_threads_launch(triton_device):
 
 
 def test_an_error_of_the_code_ends_it(triton_device):
-    with pytest.raises(ZeroDivisionError), compiling_ahead():
+    with pytest.raises(ZeroDivisionError), compiling_ahead(torch.device(triton_device)):
         _ = 1 / 0
     assert filled(triton_device, 6).tolist() == [6] * 16
 
@@ -67,7 +67,7 @@ def test_launches_find_their_kernels_compiled(monkeypatch, tmp_path):
     compiled, counted = [], []
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **found: compiled.append(found["repr"]))
-    with compiling_ahead(lambda: counted.append(1)):
+    with compiling_ahead(torch.device("cuda"), lambda: counted.append(1)):
         for size in (32, 64, 128):
             filled("cuda", 3, size)
         # It is reported where it is launched.

@@ -107,7 +107,7 @@ def test_a_walk_without_launches_leaves_no_trace(case):
     drafter = _drafter(case)
     fused = FusedDrafter(drafter, max_context=80)
     context = observed(drafter, 9)
-    with use_kernels("triton"), compiling_ahead(), _no_memory_is_cleared_by_chance():
+    with use_kernels("triton"), compiling_ahead(torch.device("cpu")), _no_memory_is_cleared_by_chance():
         fused.begin(context)
         fused.propose(torch.tensor([3]), states_for(drafter))
         fused.observe(features(4), torch.tensor([2], dtype=torch.int32))
