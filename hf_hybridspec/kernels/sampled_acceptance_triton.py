@@ -61,52 +61,53 @@ def _tile(listed, i_tile, GROUP: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weights_above(
-    k_1, k_2, k_3, k_4, b_key, b_weight, best, listed,
+    b_probe, b_key, b_weight, best, listed,
     IS_COUNT: tl.constexpr, HAS_MORE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """How much weight lies above each of four keys: of `b_key`, and of the listed tokens after the first tile.
+    """How much weight lies above each of a few keys: of `b_key`, and of the listed tokens after the first tile.
 
     A token's weight is its mass, or one. Rounding keeps a sum from growing with its key.
     """
-    b_1, b_2 = tl.where(b_key > k_1, b_weight, 0.0), tl.where(b_key > k_2, b_weight, 0.0)
-    b_3, b_4 = tl.where(b_key > k_3, b_weight, 0.0), tl.where(b_key > k_4, b_weight, 0.0)
+    b_sum = tl.where(b_key[None, :] > b_probe[:, None], b_weight[None, :], 0.0)
     if HAS_MORE:
         for i_tile in range(1, tl.cdiv(listed[2] * GROUP, BLOCK)):
             _, b_score = _tile(listed, i_tile, GROUP, BLOCK)
-            b_tile_key = _key(b_score)
             b_tile_weight = tl.full([BLOCK], 1.0, tl.float32) if IS_COUNT else tl.exp(b_score - best)
-            b_1 += tl.where(b_tile_key > k_1, b_tile_weight, 0.0)
-            b_2 += tl.where(b_tile_key > k_2, b_tile_weight, 0.0)
-            b_3 += tl.where(b_tile_key > k_3, b_tile_weight, 0.0)
-            b_4 += tl.where(b_tile_key > k_4, b_tile_weight, 0.0)
-    return tl.sum(b_1, axis=0), tl.sum(b_2, axis=0), tl.sum(b_3, axis=0), tl.sum(b_4, axis=0)
+            b_sum += tl.where(_key(b_score)[None, :] > b_probe[:, None], b_tile_weight[None, :], 0.0)
+    return tl.sum(b_sum, axis=1)
 
 
 @triton.jit
 def _end_key(
-    wanted, low, high, b_key, b_weight, best, listed,
+    wanted, enough, low, high, b_key, b_weight, best, listed,
     IS_COUNT: tl.constexpr, HAS_MORE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The lowest key from `low` to `high` above which less weight than `wanted` lies; of counts the wanted-th best."""
+    """The lowest key from `low` to `high` above which less weight than `wanted` lies; of counts the wanted-th best.
+
+    Any lower key will do, if no more than `enough` lies from there on.
+    """
+    PROBES: tl.constexpr = 4
+    o_probe = tl.arange(0, PROBES)
     while low < high:
-        # Four keys cut what is left into five; differences may exceed int32.
-        span = high.to(tl.int64) - low
-        k_1, k_2 = (low + span // 5).to(tl.int32), (low + span * 2 // 5).to(tl.int32)
-        k_3, k_4 = (low + span * 3 // 5).to(tl.int32), (low + span * 4 // 5).to(tl.int32)
-        w_1, w_2, w_3, w_4 = _weights_above(
-            k_1, k_2, k_3, k_4, b_key, b_weight, best, listed, IS_COUNT, HAS_MORE, GROUP, BLOCK
-        )
-        if w_1 < wanted:
-            high = k_1
-        elif w_2 < wanted:
-            low, high = k_1 + 1, k_2
-        elif w_3 < wanted:
-            low, high = k_2 + 1, k_3
-        elif w_4 < wanted:
-            low, high = k_3 + 1, k_4
-        else:
-            low = k_4 + 1
+        # They cut what is left into five; differences may exceed int32.
+        b_probe = (low + (high.to(tl.int64) - low) * (o_probe + 1) // (PROBES + 1)).to(tl.int32)
+        b_above = _weights_above(b_probe, b_key, b_weight, best, listed, IS_COUNT, HAS_MORE, GROUP, BLOCK)
+        m_less = b_above < wanted
+        high = tl.min(tl.where(m_less, b_probe, high), axis=0)
+        low = tl.max(tl.where(m_less, low, b_probe + 1), axis=0)
+        if tl.min(tl.where(m_less, float("inf"), b_above), axis=0) <= enough:
+            high = low
     return low
+
+
+@triton.jit
+def _first_of(b_pair):
+    return tl.sum(tl.where(tl.arange(0, 2) == 0, b_pair, 0.0), axis=0)
+
+
+@triton.jit
+def _second_of(b_pair):
+    return tl.sum(tl.where(tl.arange(0, 2) == 1, b_pair, 0.0), axis=0)
 
 
 @triton.jit
@@ -178,17 +179,19 @@ def _filter_kernel(
         b_key = _key(b_group)
         best_key = tl.max(b_key, axis=0)
         nothing = (p_logits, groups, 0, temperature, V)
-        if top_k < V:
-            # At least k tokens reach the k-th best of all groups.
-            end_key, wanted = tl.zeros([], tl.int32) + LOWEST_KEY, top_k.to(tl.float32)
-            b_weight = tl.where(m_g, 1.0, 0.0)
-        else:
+        # A group may hold several of the k best.
+        end_key = tl.min(tl.where(m_g & (top_k <= num_groups), b_key, best_key), axis=0)
+        end_key = tl.where(top_k <= num_groups, end_key, LOWEST_KEY)
+        wanted, enough, b_weight = top_k.to(tl.float32), BLOCK // GROUP, tl.where(m_g, 1.0, 0.0)
+        if top_k == V:
             # Tokens of less than this are within the tail, all of them together, or below min_p; and the best of the
             # groups may have the mass that top-p asks for.
             end_key = tl.minimum(_key(best + tl.log(tl.maximum(0.5 * tail * total / V, 0.999 * min_p))), best_key)
-            wanted = tl.where(tail > 0.0, total - tail * total, float("inf"))
+            wanted, enough = tl.where(tail > 0.0, total - tail * total, float("inf")), 0
             b_weight = tl.where(m_g, tl.exp(b_group - best), 0.0)
-        end_key = _end_key(wanted, end_key, best_key, b_key, b_weight, best, nothing, False, False, GROUP, BLOCK)
+        end_key = _end_key(
+            wanted, enough, end_key, best_key, b_key, b_weight, best, nothing, False, False, GROUP, BLOCK
+        )
         m_g = m_g & (b_key >= end_key)
         num_listed = tl.sum(m_g.to(tl.int32), axis=0)
         p_groups = groups + i_r * num_groups
@@ -202,25 +205,19 @@ def _filter_kernel(
         b_one = tl.full([BLOCK], 1.0, tl.float32)
         num_skipped = tl.zeros([], tl.int32)
         if top_k < V:
-            end_key = _end_key(wanted, end_key, best_key, b_key, b_one, best, listed, True, True, GROUP, BLOCK)
+            end_key = _end_key(wanted, 0, end_key, best_key, b_key, b_one, best, listed, True, True, GROUP, BLOCK)
         if tail > 0.0:
+            o_pair = tl.arange(0, 2)
             if top_k < V:
-                below = end_key - 1
-                weights = _weights_above(
-                    below, below, below, below, b_key, b_mass, best, listed, False, True, GROUP, BLOCK
-                )
-                total = weights[0]
+                b_pair = end_key - 1 + o_pair
+                total = _first_of(_weights_above(b_pair, b_key, b_mass, best, listed, False, True, GROUP, BLOCK))
                 wanted = total - tail * total
-            end_key = _end_key(wanted, end_key, best_key, b_key, b_mass, best, listed, False, True, GROUP, BLOCK)
-            below = end_key - 1
-            counts = _weights_above(
-                below, end_key, end_key, end_key, b_key, b_one, best, listed, True, True, GROUP, BLOCK
-            )
-            masses = _weights_above(
-                end_key, end_key, end_key, end_key, b_key, b_mass, best, listed, False, True, GROUP, BLOCK
-            )
-            stay = tl.maximum(tl.ceil((wanted - masses[0]) / tl.exp(_score_of_key(end_key) - best)), 1.0)
-            num_skipped = tl.maximum(counts[0] - counts[1] - stay, 0.0).to(tl.int32)
+            end_key = _end_key(wanted, 0, end_key, best_key, b_key, b_mass, best, listed, False, True, GROUP, BLOCK)
+            b_pair = end_key - 1 + o_pair
+            b_counts = _weights_above(b_pair, b_key, b_one, best, listed, True, True, GROUP, BLOCK)
+            above = _second_of(_weights_above(b_pair, b_key, b_mass, best, listed, False, True, GROUP, BLOCK))
+            stay = tl.maximum(tl.ceil((wanted - above) / tl.exp(_score_of_key(end_key) - best)), 1.0)
+            num_skipped = tl.maximum(_first_of(b_counts) - _second_of(b_counts) - stay, 0.0).to(tl.int32)
 
         ties = tl.zeros([], tl.int32)
         total, draft_mass = 0.0, 0.0
