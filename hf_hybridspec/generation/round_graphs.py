@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from transformers.utils import logging
 
-from ..kernels.compile_ahead import can_compile_ahead, compiling_ahead
+from ..kernels.compile_ahead import compile_ahead
 from .conditional_graphs import ConditionalGraph
 from .device_round import Program, Step, Switch, run_program
 
@@ -73,12 +73,11 @@ class RoundGraphs:
         compiled = itertools.count(1)
         progress = logging.tqdm(total=2 * len(steps), desc="capturing the round", unit="step", leave=False)
         with progress, torch.cuda.stream(self._stream), _without_collection():
-            if can_compile_ahead():
-                with compiling_ahead(
-                    self._device, lambda: progress.set_postfix_str(f"{next(compiled)} kernels compiled")
-                ):
-                    for step in steps:
-                        step.run()
+            compile_ahead(
+                lambda: [step.run() for step in steps],
+                self._device,
+                lambda: progress.set_postfix_str(f"{next(compiled)} kernels compiled"),
+            )
             # Kernels are loaded, and lazy states of libraries made, before anything is captured.
             for step in steps:
                 step.run()

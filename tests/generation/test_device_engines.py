@@ -11,7 +11,7 @@ from hf_hybridspec.generation import round_engine
 from hf_hybridspec.generation.device_round import Switch
 from hf_hybridspec.generation.round_engine import eager_device_rounds
 from hf_hybridspec.generation.round_graphs import EagerRounds
-from hf_hybridspec.kernels.compile_ahead import compiling_ahead
+from hf_hybridspec.kernels.compile_ahead_triton import compiling_ahead
 from hf_hybridspec.kernels.dispatch import use_kernels
 from hf_hybridspec.modeling.dflash import DFlashDrafter
 from tests.generation.device_helpers import engines_of, expected_of, real_drafter, unpadded

@@ -7,8 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_hybridspec.kernels import compile_ahead
-from hf_hybridspec.kernels.compile_ahead import can_compile_ahead, compiling_ahead
+from hf_hybridspec.kernels import compile_ahead_triton
+from hf_hybridspec.kernels.compile_ahead import compile_ahead
+from hf_hybridspec.kernels.compile_ahead_triton import can_compile_ahead, compiling_ahead
+from hf_hybridspec.kernels.dispatch import use_kernels
 
 pytestmark = pytest.mark.skipif(not can_compile_ahead(), reason="this Triton does not compile in the background")
 
@@ -56,8 +58,18 @@ def test_an_error_of_the_code_ends_it(triton_device):
     assert filled(triton_device, 6).tolist() == [6] * 16
 
 
+def test_only_kernels_of_triton_are_compiled(triton_device):
+    seen, device = [], torch.device(triton_device)
+    with use_kernels("reference"):
+        compile_ahead(lambda: seen.append(0), device, lambda: None)
+    assert seen == []
+    with use_kernels("triton"):
+        compile_ahead(lambda: seen.append(filled(triton_device, 7).tolist()), device, lambda: None)
+    assert seen == [[0] * 16]
+
+
 def test_a_triton_that_cannot(monkeypatch):
-    monkeypatch.delattr(compile_ahead.triton, "AsyncCompileMode")
+    monkeypatch.delattr(compile_ahead_triton.triton, "AsyncCompileMode")
     assert not can_compile_ahead()
 
 

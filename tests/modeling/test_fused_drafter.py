@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_hybridspec.kernels.compile_ahead import compiling_ahead
+from hf_hybridspec.kernels.compile_ahead_triton import compiling_ahead
 from hf_hybridspec.kernels.dispatch import use_kernels
 from hf_hybridspec.modeling.block_state import SelectedStates
 from hf_hybridspec.modeling.fused_drafter import FusedDrafter, fused_drafter_obstacle
