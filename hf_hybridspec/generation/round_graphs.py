@@ -71,12 +71,15 @@ class RoundGraphs:
             return
         self._stream.wait_stream(torch.cuda.current_stream())
         compiled = itertools.count(1)
+
+        def run_all() -> None:
+            for step in steps:
+                step.run()
+
         progress = logging.tqdm(total=2 * len(steps), desc="capturing the round", unit="step", leave=False)
         with progress, torch.cuda.stream(self._stream), _without_collection():
             compile_ahead(
-                lambda: [step.run() for step in steps],
-                self._device,
-                lambda: progress.set_postfix_str(f"{next(compiled)} kernels compiled"),
+                run_all, self._device, lambda: progress.set_postfix_str(f"{next(compiled)} kernels compiled")
             )
             # Kernels are loaded, and lazy states of libraries made, before anything is captured.
             for step in steps:
